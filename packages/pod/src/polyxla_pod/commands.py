@@ -26,6 +26,7 @@ VariablesOption = Annotated[
         "--env", metavar="K=V", help="Variable for the command; {host} in V is the host's number; repeatable."
     ),
 ]
+JobArgument = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its id or the beginning of it.")]
 
 
 @app.command()
@@ -80,6 +81,7 @@ def run(
     """Run one command on all hosts, and end it on all when it fails on one."""
     with plain_errors(as_json):
         target = Target(_names(hosts), tpu, zone, project, tuple(engine_option))
+        # `--engine` wins, so that a plugin can use the options of another transport.
         usual = "ray" if ray else "gcloud" if tpu else "ssh"
         chosen = _find_transport(engine or usual, target)
         job = Job(
@@ -250,9 +252,6 @@ def host() -> None:
     from polyxla_pod.host.__main__ import main
 
     main()
-
-
-JobArgument = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its id or the beginning of it.")]
 
 
 @app.command()

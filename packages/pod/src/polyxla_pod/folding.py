@@ -10,6 +10,14 @@ from dataclasses import dataclass, field
 
 WINDOW_S = 0.4
 """How long a line waits for the other hosts to print it too, in seconds."""
+HOLD_S = 3.0
+"""How long a traceback, and what follows it, is held back, in seconds; then it is shown like other lines."""
+EXPLAINS_S = 10.0
+"""How long after a traceback was shown it still explains its host's failure, in seconds."""
+_BEGINS = "Traceback (most recent call last):"
+_ERROR = re.compile(r"(?:[a-z_]\w*\.)*_*[A-Z]\w*(?::|$)")
+_CONSEQUENCES = ("ReplicaLostError", "StalledError", "KeyboardInterrupt")
+"""Errors that polyxla raises on one host because of what happens on another, or because of a signal."""
 
 
 @dataclass
@@ -93,16 +101,6 @@ def host_range(hosts: Iterable[int]) -> str:
     return ",".join(f"w{part[0]}" if len(part) == 1 else f"w{part[0]}-w{part[-1]}" for part in parts)
 
 
-HOLD_S = 3.0
-"""How long a traceback, and what follows it, is held back, in seconds; then it is shown like other lines."""
-EXPLAINS_S = 10.0
-"""How long after a traceback was shown it still explains its host's failure, in seconds."""
-_BEGINS = "Traceback (most recent call last):"
-_ERROR = re.compile(r"(?:[a-z_]\w*\.)*_*[A-Z]\w*(?::|$)")
-_CONSEQUENCES = ("ReplicaLostError", "StalledError", "KeyboardInterrupt")
-"""Errors that polyxla raises on one host because of what happens on another, or because of a signal."""
-
-
 @dataclass
 class HeldTraceback:
     """What a host printed on standard error from the beginning of a traceback on.
@@ -122,6 +120,7 @@ class HeldTraceback:
     @property
     def error(self) -> str:
         """The line that names the exception: the last one that is not indented and looks like it."""
+        # Notes follow the exception's line, so the last line alone is not enough.
         return next((line for line in reversed(self.lines) if _ERROR.match(line)), self.lines[-1])
 
     @property

@@ -95,6 +95,7 @@ def jobset(
     metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     runtime = {POLYXLA_RUNTIME: options.runtime} if options.runtime else {}
     environ = {"PYTHONUNBUFFERED": "1", **runtime, **options.environ}
+    # A pod takes all chips of its host: GKE does not share a slice's hosts.
     chips = str(accelerator.chips_per_host)
     container = {
         "name": "polyxla",

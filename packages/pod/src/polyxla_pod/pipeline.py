@@ -17,6 +17,8 @@ _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
 _STEP = re.compile(r"\bsteps?\b\s*[=:#]?\s*(\d{1,18})(?![\d.]*\s*(?:s|ms|it)\b)", re.IGNORECASE)
 _LOSS = re.compile(rf"\bloss\b\s*[=:]?\s*({_NUMBER})", re.IGNORECASE)
 _RATE = re.compile(rf"({_NUMBER})\s*(?:steps|it)/s", re.IGNORECASE)
+UNSHOWN_LINES = 50_000
+"""How many lines may wait for a screen that is blocked; then the oldest are left out."""
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Progress:
             self.steps_per_s = float(match[1])
 
     def _advance(self, step: int, now_s: float) -> None:
+        # A smaller step is the start of another run in the same program: its rate is unknown.
         if self.step is not None and step > self.step and now_s > self._step_s:
             self.steps_per_s = (step - self.step) / (now_s - self._step_s)
         if step != self.step:
@@ -74,10 +77,6 @@ class HostState:
         progress = self.progress
         numbers = {"step": progress.step, "loss": progress.loss, "steps_per_s": progress.steps_per_s}
         return {"name": self.name, "state": self.state, **numbers, "last_line": progress.last_line}
-
-
-UNSHOWN_LINES = 50_000
-"""How many lines may wait for a screen that is blocked; then the oldest are left out."""
 
 
 class Screen(Protocol):

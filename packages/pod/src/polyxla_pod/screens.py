@@ -108,5 +108,6 @@ def chosen_rows(states: Sequence[HostState], rows: int) -> tuple[list[int], list
         state = states[number]
         return state.state == "running", state.progress.step or 0
 
+    # Hosts that have failed or are slow are the ones to look at.
     ranked = sorted(range(len(states)), key=rank)
     return sorted(ranked[: rows - 1]), sorted(ranked[rows - 1 :])

@@ -74,6 +74,7 @@ def check_variables(environ: Mapping[str, str], host_count: int) -> None:
     own = [name for name in _TOGETHER if environ.get(name)]
     if not own:
         return
+    # Runtime xrt accepts the two lists in place of the configuration.
     listed = XRT_DEVICE_MAP in own and XRT_WORKERS in own
     needed = [] if listed else [XRT_TPU_CONFIG]
     if host_count > 1:

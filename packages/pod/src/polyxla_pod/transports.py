@@ -125,6 +125,7 @@ class GcloudTransport(Transport):
     def command(self, host: int, program: Sequence[str]) -> list[str]:
         """Return a gcloud command for one worker."""
         how = [f"--worker={host}", f"--command={shlex.join(program)}", *self._target.options]
+        # Without --quiet gcloud may ask for a passphrase or a new key, once for each host.
         return [*self._gcloud("ssh"), "--quiet", *how]
 
     def check_by_hand(self, host: int) -> str:

@@ -23,6 +23,8 @@ DISTRIBUTIONS = ("polyxla-core", NODE_DISTRIBUTION, "torch", "torch_xla", "torch
 _ANY = IPv4Address(0)
 _LISTENS = "0A"
 """A listening socket's state in ``/proc/net/tcp``. Source: ``include/net/tcp_states.h`` of Linux."""
+WORKER_CONNECT_S = 2.0
+"""Longest wait for a worker to accept a connection, in seconds."""
 
 
 def gather(
@@ -111,10 +113,6 @@ def _free_bytes(directories: Collection[str]) -> dict[str, int]:
     return found
 
 
-CONNECT_S = 2.0
-"""Longest wait for a worker to accept a connection, in seconds."""
-
-
 def node_facts(address: str, first: str, worker_port: int | None, is_alone: bool) -> dict[str, Any]:
     """Return what is wrong with this host's address and worker, as the ends of sentences; None if nothing is.
 
@@ -156,7 +154,7 @@ def _unbindable(address: str, *, is_alone: bool) -> str | None:
 
 def _unconnectable(address: str, port: int) -> str | None:
     try:
-        socket.create_connection((address, port), CONNECT_S).close()
+        socket.create_connection((address, port), WORKER_CONNECT_S).close()
     except OSError as error:
         return f"{address}:{port}: {error.strerror or error}"
     return None

@@ -19,6 +19,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 KILLED_WITHIN_S = 2.0
 """Longest wait for processes to disappear after SIGKILL, in seconds."""
 _LIBC = ctypes.CDLL(None)
+WORKER_END_S = 1.0
+"""Time between SIGTERM and SIGKILL, in seconds: after the command, a worker has nothing to finish."""
+SAID_BYTES = 4096
+"""How much of tar's errors is kept: on a full disk, it prints the same for each file."""
+_READ_BYTES = 1 << 16
 
 
 def adopt_orphans() -> None:
@@ -92,6 +97,7 @@ class CommandGroup:
 
     def _orphans(self) -> list[int]:
         """Return the descendants that were adopted and run; reap those that have ended."""
+        # The kernel lists children by thread; a child belongs to the thread that started it.
         tasks = Path("/proc/self/task")
         found = []
         for task in tasks.iterdir():
@@ -110,10 +116,6 @@ def end_with_parent() -> None:
     """Have this process killed when its parent ends: for `preexec_fn`."""
     # Loading a library between fork and exec could deadlock, so `_LIBC` is loaded with this module.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-END_S = 1.0
-"""Time between SIGTERM and SIGKILL, in seconds: after the command, a worker has nothing to finish."""
 
 
 class Worker:
@@ -161,11 +163,11 @@ class Worker:
         return self._process.poll()
 
     def end(self, now_s: float) -> bool:
-        """Ask the worker to end, and kill it `END_S` after the first call; return whether it has ended."""
+        """Ask the worker to end, kill it after `WORKER_END_S`, and return whether it has ended."""
         if self.poll() is not None:
             return True
         if self._kill_at_s is None:
-            self._kill_at_s = now_s + END_S
+            self._kill_at_s = now_s + WORKER_END_S
             self._process.terminate()
         elif now_s > self._kill_at_s:
             self.kill()
@@ -179,11 +181,6 @@ class Worker:
             # A process that waits in the kernel, such as for a disk that does not answer, dies later.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILLED_WITHIN_S)
-
-
-SAID_BYTES = 4096
-"""How much of tar's errors is kept: on a full disk, it prints the same for each file."""
-_READ_BYTES = 1 << 16
 
 
 class Unpacking:

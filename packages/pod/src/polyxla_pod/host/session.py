@@ -78,6 +78,7 @@ class HostSession:
 
     def run(self) -> None:
         """Serve the connection until it or the command ends."""
+        # This must precede the command: only later orphans are adopted.
         adopt_orphans()
         os.set_blocking(self._send_to, False)
         self._selector.register(self._receive, selectors.EVENT_READ, self._read_messages)
@@ -238,6 +239,7 @@ class HostSession:
             "stop": self._stop,
         }
         try:
+            # A launcher of another version may send unknown messages or fields: refuse, and serve on.
             handlers[message.kind](**message.content)
         except Exception as error:
             self._refuse(message.kind, error)

@@ -259,6 +259,7 @@ class Attempt:
     def _with_remedy(self, failure: Failure) -> Failure:
         """Add what a user can do about a host that cannot be reached."""
         assert failure.host is not None
+        # The text is that of Python or of a shell on the host, which no code distinguishes.
         if "No module named" in failure.text or f"exit code {NOT_FOUND}" in failure.text:
             fix = f"Install polyxla-pod there for {self._job.python}, or name another Python: --python PATH."
         else:

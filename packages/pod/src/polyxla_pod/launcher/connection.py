@@ -16,6 +16,15 @@ from polyxla_pod.messages import SILENCES, WORKER_STREAM, Message, decode, find_
 
 LINE_BYTES = 1 << 20
 """Longer lines are passed on in parts. A host's messages are much shorter."""
+EXIT_S = 2.0
+"""Longest wait for the process on this machine once the host has closed the connection, in seconds."""
+CONFIRM_S = 3.0
+"""Longest wait for a host's end beyond the command's grace, in seconds."""
+LOST = 255
+"""Exit code for a host that cannot be reached, or whose connection is lost. Source: ``man ssh``."""
+_SAID_LINES = 20
+_SAID_CHARACTERS = 1000
+_WORKER_LINES = 3
 
 
 class LocalProcess(asyncio.SubprocessProtocol):
@@ -72,6 +81,7 @@ class LocalProcess(asyncio.SubprocessProtocol):
 
     async def close(self, timeout_s: float) -> None:
         """End the process and close all pipes. Takes at most twice the time that it has to end by itself."""
+        # The host sees the end of the input, and ends; the local process ends after it.
         self.end_input()
         await asyncio.wait({self.exited}, timeout=timeout_s)
         self.kill()
@@ -120,17 +130,6 @@ class LocalProcess(asyncio.SubprocessProtocol):
 def _finish(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-EXIT_S = 2.0
-"""Longest wait for the process on this machine once the host has closed the connection, in seconds."""
-CONFIRM_S = 3.0
-"""Longest wait for a host's end beyond the command's grace, in seconds."""
-LOST = 255
-"""Exit code for a host that cannot be reached, or whose connection is lost. Source: ``man ssh``."""
-_SAID_LINES = 20
-_SAID_CHARACTERS = 1000
-_WORKER_LINES = 3
 
 
 @dataclass(frozen=True)
@@ -232,6 +231,7 @@ class Connection:
             HostEndedError: the host ended first, or wrote no part in time, which ends it.
         """
         while self._taken < count:
+            # Each part is answered, so the previous answer must not end this wait.
             self._answers.pop("taken", None)
             await self.answer("taken", timeout_s)
 
@@ -291,6 +291,7 @@ class Connection:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _future(self, kind: str) -> asyncio.Future[Message]:
+        # An answer may arrive before anything waits for it.
         return self._answers.setdefault(kind, asyncio.get_running_loop().create_future())
 
     def _end(self, end: End) -> None:

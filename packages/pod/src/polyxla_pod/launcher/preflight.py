@@ -52,6 +52,7 @@ def ports(environ: Mapping[str, str]) -> list[int]:
 
 def _node_ports(job: Job, host: int) -> list[int]:
     """Return the ports that must be free on a host that drives a TPU node."""
+    # Only host 0 serves the mesh, and only if the user has not named another address.
     is_mesh = tpu_nodes.XRT_MESH_SERVICE_ADDRESS not in job.environ and host == 0 and len(job.hosts) > 1
     return [job.worker_port] * job.starts_workers + [tpu_nodes.MESH_PORT] * is_mesh
 
@@ -140,6 +141,7 @@ def _workers(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
                 f"is worker {worker['id']} of its slice, and so is w{same}. Name each host of one slice once."
             )
             found.append(Problem(host, text))
+    # A slice trains only as a whole: its chips wait for those of all hosts.
     missing = sorted(set(range(count)) - first.keys())
     if missing and not found:
         names = ", ".join(map(str, missing))

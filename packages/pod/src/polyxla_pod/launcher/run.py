@@ -86,6 +86,7 @@ class Run:
     async def _attempts(self, file: Path | None) -> Result:
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(self._try(file))
+        # The loop runs these handlers between its callbacks, where cancelling a task is safe.
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._interrupt, number, task)
         try:

@@ -49,6 +49,7 @@ def main() -> None:
     environ = snapshot()
     outcome = _run(Path(environ[env.POLYXLA_RAY_CALL]))
     Path(environ[env.POLYXLA_RAY_OUTCOME]).write_bytes(pack(outcome))
+    # The exit code makes the launcher see a failure.
     sys.exit(isinstance(outcome, Raised))
 
 

@@ -21,6 +21,12 @@ NODE_LABEL = "ray.io/node-id"
 """Labels of nodes. Source: ``ray._raylet`` and ``ray._private.accelerators.tpu`` of Ray 2.60."""
 CHIPS = "TPU"
 """The resource that counts a node's chips. Source: the same."""
+CONNECT_S = 15.0
+"""Longest wait for the cluster's answer, in seconds. Ray itself waits for minutes."""
+REACH_S = 5.0
+"""Longest wait for a connection to the address, in seconds."""
+RESERVE_S = 15.0
+"""Longest wait for the chips, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +139,6 @@ def _host(node: Mapping[str, Any]) -> Host:
     return Host(address, chips, int(labels.get(WORKER_LABEL, 0)), chosen)
 
 
-CONNECT_S = 15.0
-"""Longest wait for the cluster's answer, in seconds. Ray itself waits for minutes."""
-REACH_S = 5.0
-"""Longest wait for a connection to the address, in seconds."""
-RESERVE_S = 15.0
-"""Longest wait for the chips, in seconds."""
-
-
 def connect(address: str | None, environ: Mapping[str, str]) -> None:
     """Connect this process to a cluster, unless the program has done so.
 
@@ -196,6 +194,7 @@ def _unreachable(address: str) -> str | None:
     try:
         if not parts.hostname or not parts.port:
             return None
+        # A quick check first: Ray retries an address without a listener for minutes.
         socket.create_connection((parts.hostname, parts.port), REACH_S).close()
     except (OSError, ValueError) as error:
         return f"{address} cannot be reached: {error}"

@@ -112,6 +112,7 @@ class Node:
 
         They are in memory and disappear with this process, even when it is killed.
         """
+        # The program opens the files by paths in /proc, because it inherits no descriptors.
         for name in (env.POLYXLA_RAY_CALL, env.POLYXLA_RAY_OUTCOME):
             self._files[name] = os.memfd_create(name)
         with open(self._files[env.POLYXLA_RAY_CALL], "wb", closefd=False) as file:

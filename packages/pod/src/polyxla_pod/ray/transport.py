@@ -32,6 +32,8 @@ CLOSE_S = 5.0
 """Longest wait for the tasks of the thread to end, in seconds."""
 START_S = 10.0
 """Longest wait for the thread, in seconds."""
+OPTIONS = ("address", "type")
+"""Names of the options: the cluster's address, and the type of the slice."""
 
 
 class Broker:
@@ -122,6 +124,7 @@ class Broker:
         while True:
             actor = self._place(host)
             try:
+                # This is the first call, so it also waits for the actor to be placed.
                 await actor.start.remote(program, self._call)
             except RayActorError:
                 # Ray has not yet noticed that the node is lost. Later it places actors on the replacement.
@@ -170,6 +173,7 @@ async def _finish(actor: Any) -> Any:
 def _report(writer: asyncio.StreamWriter, text: str) -> None:
     """Name the problem as the host would."""
     with contextlib.suppress(OSError):
+        # The launcher shows errors of the host with its name, so this speaks as the host does.
         writer.write(Message("error", {"text": text, "code": None}).encode())
 
 
@@ -180,10 +184,6 @@ def _explain(program: Sequence[str], ending: Ending) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-OPTIONS = ("address", "type")
-"""Names of the options: the cluster's address, and the type of the slice."""
 
 
 class RayTransport(Transport):

@@ -28,6 +28,12 @@ CGROUPS = Path("/sys/fs/cgroup")
 """Where Linux mounts control groups. Source: cgroups(7)."""
 PROC = Path("/proc")
 """Where Linux lists processes."""
+SHM = Path("/dev/shm")  # noqa: S108
+"""Where the workers of a DataLoader put batches. Source: ``shm_open`` of glibc."""
+TPU_LOGS = Path("/tmp/tpu_logs")  # noqa: S108
+"""Where libtpu writes its log, unless ``TPU_LOG_DIR`` names another directory. Source: libtpu 0.0.21."""
+NVIDIA = Path("/proc/driver/nvidia")
+"""Source: README.txt of NVIDIA's driver for Linux, chapter "The /proc file system interface"."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ def _groups(proc: Path, cgroups: Path) -> list[Path]:
 
 def _limited(memory: Memory, group: Path) -> Memory:
     limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
+    # Without a limit, the file contains `max`; the root group has no such file.
     if not limit.isdecimal() or not used.isdecimal():
         return memory
     # The kernel drops cached files before it refuses memory, so they count as free.
@@ -85,16 +92,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
-
-
-SHM = Path("/dev/shm")  # noqa: S108
-"""Where the workers of a DataLoader put batches. Source: ``shm_open`` of glibc."""
-TPU_LOGS = Path("/tmp/tpu_logs")  # noqa: S108
-"""Where libtpu writes its log, unless ``TPU_LOG_DIR`` names another directory. Source: libtpu 0.0.21."""
-
-
-NVIDIA = Path("/proc/driver/nvidia")
-"""Source: README.txt of NVIDIA's driver for Linux, chapter "The /proc file system interface"."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +245,7 @@ def _system() -> str:
 
 
 def _device_files(dev: Path) -> tuple[Access, ...]:
+    # Older drivers of TPUs make accel files, newer ones use vfio.
     patterns = ("accel[0-9]*", "accel/accel[0-9]*", "vfio/*")
     paths: Sequence[Path] = [path for pattern in patterns for path in sorted(dev.glob(pattern))]
     return tuple(file for path in paths if (file := _access(path)))
@@ -295,6 +293,7 @@ def _space(path: Path) -> Space | None:
 
 def _user(uid: int) -> str:
     try:
+        # A container often runs under a number that its /etc/passwd does not list.
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)

@@ -10,6 +10,28 @@ from polyxla.plugin import POLYXLA_PJRT_PLUGIN, Holder
 from polyxla_tools.doctor.findings import Finding, counted, note, ok, problem
 from polyxla_tools.doctor.host import Access, HostFacts, Space
 
+LIBTPU, CUDA = "libtpu", "cuda"
+"""Names of plugins. Source: ``polyxla_bridge.pjrt_plugin``, which need not be installed to look for them."""
+_SUBJECT = "plugin"
+SHARED_BYTES = 128 << 20
+"""Least shared memory for the workers of a DataLoader, in bytes.
+
+Docker gives a container 64 MiB, which a few batches of pictures fill; a worker then dies of a bus error.
+Source: the documentation of ``docker run --shm-size`` for the 64 MiB.
+"""
+FREE_BYTES = 1 << 30
+"""Least free space of a disk, in bytes; polyxla-pod requires the same of its hosts."""
+REPLICA_BYTES = 640 << 20
+"""Memory of a replica before its model, in bytes, where no trial has measured it.
+
+Source: 631 MiB at most, by trials with torch_xla 2.9.0 on the CPU.
+"""
+WORKER_BYTES = 256 << 20
+"""Memory of a loader worker with its batches, in bytes, before its dataset.
+
+Source: 105 MB with torch 2.9.1, its share of libraries included, and as much again for batches.
+"""
+
 
 def check_chips(host: HostFacts) -> list[Finding]:
     """Check that the chips that the kernel lists can be opened."""
@@ -66,11 +88,6 @@ def check_libtpu_files(host: HostFacts) -> list[Finding]:
     return found
 
 
-LIBTPU, CUDA = "libtpu", "cuda"
-"""Names of plugins. Source: ``polyxla_bridge.pjrt_plugin``, which need not be installed to look for them."""
-_SUBJECT = "plugin"
-
-
 def check_plugin(environ: Mapping[str, str], host: HostFacts) -> list[Finding]:
     """Check that the plugin that the environment names can be opened; nothing if it names none."""
     named = environ.get(POLYXLA_PJRT_PLUGIN)
@@ -101,26 +118,6 @@ def _check_gpus(where: str, host: HostFacts) -> Finding:
     kinds = ", ".join(sorted(set(host.gpus)))
     gpus = f"{counted(len(host.gpus), 'GPU')} ({kinds}), driver {host.nvidia_driver}"
     return ok(_SUBJECT, f"{where}: {library.parent.name}, {gpus}")
-
-
-SHARED_BYTES = 128 << 20
-"""Least shared memory for the workers of a DataLoader, in bytes.
-
-Docker gives a container 64 MiB, which a few batches of pictures fill; a worker then dies of a bus error.
-Source: the documentation of ``docker run --shm-size`` for the 64 MiB.
-"""
-FREE_BYTES = 1 << 30
-"""Least free space of a disk, in bytes; polyxla-pod requires the same of its hosts."""
-REPLICA_BYTES = 640 << 20
-"""Memory of a replica before its model, in bytes, where no trial has measured it.
-
-Source: 631 MiB at most, by trials with torch_xla 2.9.0 on the CPU.
-"""
-WORKER_BYTES = 256 << 20
-"""Memory of a loader worker with its batches, in bytes, before its dataset.
-
-Source: 105 MB with torch 2.9.1, its share of libraries included, and as much again for batches.
-"""
 
 
 def check_system(host: HostFacts) -> list[Finding]:

@@ -20,6 +20,8 @@ STYLES = {Status.OK: "", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
 """How a terminal shows the status."""
 _WIDTH = 120
 """Width in characters where standard output is not a terminal."""
+_MOST_DEVICES = 8
+"""Most devices that the block lists: the others have the same names."""
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
@@ -139,7 +141,3 @@ def _named(names: list[str]) -> list[str]:
 def _devices(facts: Facts) -> list[Any]:
     selection = facts.runtimes.selection
     return list(selection.discovery.devices[:_MOST_DEVICES]) if selection else []
-
-
-_MOST_DEVICES = 8
-"""Most devices that the block lists: the others have the same names."""

@@ -79,6 +79,7 @@ def check_environment(environ: Mapping[str, str], selection: Selection, devices:
     Raises:
         UsageError: it does not.
     """
+    # Runtimes refuse contradicting variables when they make the environment of a launch.
     child_environment(load_plugins(selection.runtime), environ, selection, devices)
 
 

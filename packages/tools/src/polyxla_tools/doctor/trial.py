@@ -85,11 +85,13 @@ def plan_trial(environ: Mapping[str, str], facts: RuntimeFacts, *, is_emulated: 
     if found.kind == "TPU":
         devices = facts.devices[:MOST_EMULATED] if is_emulated else facts.devices
     else:
+        # On the CPU a second device costs little, and an all-reduce on a single one would prove nothing.
         devices = facts.devices if len(facts.devices) > 1 or not found.growable else (0, 1)
     why = "" if len(devices) > 1 else "the runtime has one"
     try:
         check_environment(environ, facts.selection, devices)
     except PolyxlaError as error:
+        # The first device alone still shows whether the runtime works.
         return TrialPlan(runtime, facts.devices[:1], f"several cannot be used: {error}")
     return TrialPlan(runtime, devices, why)
 
@@ -139,6 +141,7 @@ def _started(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
+        # SIGTERM lets the launch end its replicas and print what they were doing.
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_GRACE_S)

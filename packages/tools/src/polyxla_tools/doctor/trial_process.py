@@ -85,6 +85,7 @@ def main(runtime: str, devices: str, started: str, answer: str) -> None:
     except Exception as error:
         text = str(error) if isinstance(error, PolyxlaError) else f"{type(error).__name__}: {error}"
         Path(answer).write_text(json.dumps({"error": text}))
+        # The traceback belongs in the log as well.
         raise
     Path(answer).write_text(json.dumps({"replicas": results}))
 

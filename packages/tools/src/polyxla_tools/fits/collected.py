@@ -17,6 +17,8 @@ from polyxla_bridge.programs.executable import ArrayType
 
 Frame = tuple[str, int]
 """A file and a line."""
+OPERATION = "tt_jit_"
+"""Starts the name of a program that computes one operation. Source: seen with torch_tpu 0.2.0."""
 
 
 def innermost_user_line(stack: Iterable[Frame]) -> str | None:
@@ -67,10 +69,6 @@ def show(frame: Frame) -> str:
     """Return ``file:line``, with the path relative to the working directory if the file is below it."""
     file, line = frame
     return f"{short(file)}:{line}"
-
-
-OPERATION = "tt_jit_"
-"""Starts the name of a program that computes one operation. Source: seen with torch_tpu 0.2.0."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +196,7 @@ def programs(directory: Path, logs: Logs) -> list[CollectedProgram]:
     for asked in logs.asked.values():
         seen: Counter[bytes] = Counter()
         for fingerprint in asked:
+            # The n-th program of a structure in one process corresponds to the n-th in each other process.
             alike = structures[fingerprint]
             if fingerprint not in known:
                 kinds.setdefault((alike, seen[alike]), []).append(fingerprint)

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 TOO_LARGE = 3
 """Exit code if a program, with all arrays of the script, needs more HBM than a device has."""
+PLACE = "{}"
+"""Placeholder for the batch size in the script's arguments."""
+TILE = 8
+"""Above it, batch sizes are multiples of it: HBM holds arrays in tiles of 8 rows.
+Source: "Cloud TPU performance guide", Cloud TPU documentation."""
 
 
 class TimeLimitError(PolyxlaError):
@@ -132,6 +137,7 @@ class Work:
 
         framework = installed_framework()
         target, environ = Target.parse(on, framework), snapshot()
+        # Only another process may load libtpu, which ends its process on a fatal error.
         found = importlib.util.find_spec("libtpu")
         if found is None or found.origin is None:
             raise UsageError(
@@ -219,13 +225,6 @@ class Work:
         if left <= 0:
             raise TimeLimitError("the time is over; give more with --timeout SECONDS")
         return left
-
-
-PLACE = "{}"
-"""Placeholder for the batch size in the script's arguments."""
-TILE = 8
-"""Above it, batch sizes are multiples of it: HBM holds arrays in tiles of 8 rows.
-Source: "Cloud TPU performance guide", Cloud TPU documentation."""
 
 
 def with_batch_size(command: Sequence[str], size: int) -> list[str]:

@@ -125,6 +125,7 @@ class EmulatedRun:
 
     def environ(self, environ: Mapping[str, str], directory: Path) -> dict[str, str]:
         """Return the variables of this process, with those that give the script the emulated TPU."""
+        # Other variables are the script's business, and reach it unchanged.
         kept = {
             name: value
             for name, value in environ.items()
@@ -143,6 +144,7 @@ class EmulatedRun:
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a process and all that it has started, which are a process group of their own."""
     with suppress(ProcessLookupError):
+        # SIGTERM lets a launch end its replicas in order.
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)

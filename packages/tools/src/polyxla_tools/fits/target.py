@@ -12,6 +12,14 @@ from polyxla_bridge.libtpu.host import GENERATIONS
 from polyxla_bridge.plugin_client.memory import Option
 from polyxla_tools.fits.compile_process import Cost
 
+_MEGACORE = ("v4",)
+"""Generations with two cores that form one device only if an option asks libtpu for it.
+
+Source: tried with libtpu 0.0.21 and 0.0.52, which have 8 devices for v4:2x2x1 without it.
+"""
+_NAMES = {"v7x": "tpu7x"}
+"""What libtpu calls a generation, if not by its short name. Source: tried with libtpu 0.0.52."""
+
 
 @dataclass(frozen=True)
 class Framework:
@@ -110,14 +118,6 @@ Source: "peak compute per chip" and "HBM bandwidth" in the pages "TPU v2" to "TP
 documentation; of two numbers for a generation the lower one. polyxla-training, which knows no runtime, has
 the same operations per second; a test compares them.
 """
-
-_MEGACORE = ("v4",)
-"""Generations with two cores that form one device only if an option asks libtpu for it.
-
-Source: tried with libtpu 0.0.21 and 0.0.52, which have 8 devices for v4:2x2x1 without it.
-"""
-_NAMES = {"v7x": "tpu7x"}
-"""What libtpu calls a generation, if not by its short name. Source: tried with libtpu 0.0.52."""
 
 
 @dataclass(frozen=True)

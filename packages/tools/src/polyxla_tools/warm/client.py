@@ -29,6 +29,28 @@ from polyxla_tools.warm.sockets import (
 
 ANSWER_S = 5.0
 """Longest wait for each answer of a warm process, in seconds; then the start is cold."""
+FORWARDED = frozenset(
+    [
+        signal.SIGALRM,
+        signal.SIGCONT,
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGTSTP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGWINCH,
+    ]
+)
+"""The signals that a program receives through its client."""
+_SI_KERNEL = 0x80
+"""How a terminal's signals are marked; it sends them to every process of the group.
+
+Source: Linux's include/uapi/asm-generic/siginfo.h.
+"""
+_LOST = Exit(-signal.SIGKILL, 0)
+"""The end of a fork whose warm process has ended, which ends its forks as well."""
 
 
 def run_program(command: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -63,6 +85,7 @@ def ask_all(kind: str, **more: Any) -> list[Message]:
         if connection := _connect(path):
             with connection:
                 answer = ask(connection, {"kind": kind, **more})
+        # A process that ends at this moment has removed its socket, and is not listed.
         if answer or path.exists():
             answers.append(answer or {"pid": _pid(path), "problem": _silence(path)})
     return answers
@@ -111,6 +134,7 @@ def _fork(request: Message, environ: Mapping[str, str], *more: int) -> tuple[soc
             return connection, started
         if connection:
             connection.close()
+    # Several warm processes may refuse; the newest one's reason is the most useful.
     if reasons and not _is_cold_program():
         say(f"warm: {reasons[0]}; this start is cold")
     return None
@@ -181,30 +205,6 @@ def _inheritable() -> list[int]:
             if os.get_inheritable(number):
                 found.append(number)
     return found
-
-
-FORWARDED = frozenset(
-    [
-        signal.SIGALRM,
-        signal.SIGCONT,
-        signal.SIGHUP,
-        signal.SIGINT,
-        signal.SIGQUIT,
-        signal.SIGTERM,
-        signal.SIGTSTP,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-        signal.SIGWINCH,
-    ]
-)
-"""The signals that a program receives through its client."""
-_SI_KERNEL = 0x80
-"""How a terminal's signals are marked; it sends them to every process of the group.
-
-Source: Linux's include/uapi/asm-generic/siginfo.h.
-"""
-_LOST = Exit(-signal.SIGKILL, 0)
-"""The end of a fork whose warm process has ended, which ends its forks as well."""
 
 
 class WarmProcess(Process):

@@ -152,5 +152,6 @@ def _signals() -> list[signal.Signals]:
 
 
 def _umask() -> int:
+    # `os.umask` can only be read by setting it, which other threads would notice.
     text = Path("/proc/self/status").read_text()
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith("Umask:")), 8)

@@ -29,6 +29,10 @@ and MALLOC_ are the C library's own.
 """
 READ_LATER = frozenset(["XLA_THREAD_POOL_SIZE"])
 """Variables with such a prefix that are read when a device is opened; launches set them for replicas."""
+_IMPORTABLE = (".py", ".so", ".pth", ".egg-link")
+_METADATA = (".dist-info", ".egg-info")
+Stamp = tuple[int, int, int]
+"""A file's time of modification in nanoseconds, size and inode; an upgrade by a link changes the last."""
 
 
 @dataclass
@@ -60,6 +64,7 @@ class _Recorder(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001
         return self.encodekey(name) in self._data  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[str]:
+        # Copies such as `dict(os.environ)` read each name right after it is listed: that is no decision.
         for name in super().__iter__():
             self._listed = name
             yield name
@@ -110,13 +115,6 @@ def relevant(reads: Reads, environ: Mapping[str, str]) -> set[str]:
 
 def _setting(name: str, value: str | None) -> str:
     return f"{name} is not set" if value is None else f"{name}={value}"
-
-
-_IMPORTABLE = (".py", ".so", ".pth", ".egg-link")
-_METADATA = (".dist-info", ".egg-info")
-
-Stamp = tuple[int, int, int]
-"""A file's time of modification in nanoseconds, size and inode; an upgrade by a link changes the last."""
 
 
 class ImportedFiles:
@@ -194,5 +192,6 @@ def _listing(directory: str) -> list[tuple[str, int]]:
 def _importable(entry: os.DirEntry[str]) -> tuple[str, int] | None:
     if entry.name.endswith(_METADATA) or entry.name.endswith(".pth"):
         return entry.name, entry.stat().st_mtime_ns
+    # A directory without `__init__.py` is most likely data, although Python could import it as a namespace.
     is_package = entry.is_dir() and os.path.exists(os.path.join(entry.path, "__init__.py"))
     return (entry.name, 0) if is_package or entry.name.endswith(_IMPORTABLE) else None

@@ -51,6 +51,7 @@ def spawn(options: Options, environ: Mapping[str, str], directory: str) -> subpr
     """Start a warm process in a session of its own, without a terminal."""
     command = [sys.executable, "-c", _MAIN, json.dumps(asdict(options))]
     nothing = subprocess.DEVNULL
+    # The descriptor is given to the child by number; without pass_fds it would be closed.
     passed = [options.ready] if options.ready >= 0 else []
     return subprocess.Popen(
         command,

@@ -126,6 +126,7 @@ def _stream(number: int, name: str, like: Any) -> Any:
         return None
     is_unbuffered = like.write_through
     mode = "rb" if number == 0 else "wb"
+    # closefd=False: closing `sys.stdout` must not free descriptor 1 for another file.
     binary: Any = open(number, mode, buffering=0 if is_unbuffered and number else -1, closefd=False)  # noqa: SIM115
     raw = getattr(binary, "raw", binary)
     raw.name = name

@@ -37,6 +37,10 @@ from polyxla_tools.warm.sockets import (
     send,
 )
 
+HANDSHAKE_S = 2.0
+"""Longest wait for each part of a client's request, in seconds: other clients wait for it."""
+Work = Callable[[], None]
+
 
 @dataclass(frozen=True)
 class Fork:
@@ -118,11 +122,6 @@ def _report(fork: Fork, **values: int) -> None:
         send(fork.connection, **values)
 
 
-HANDSHAKE_S = 2.0
-"""Longest wait for each part of a client's request, in seconds: other clients wait for it."""
-Work = Callable[[], None]
-
-
 def main() -> None:
     """Prepare, by the options in the first argument, and serve; in a fork, be what the client asked for."""
     options = Options(**json.loads(sys.argv[1]))
@@ -166,6 +165,7 @@ class Server:
 
     def __init__(self, preparation: Preparation, options: Options, path: Path, directory: str) -> None:
         self._preparation = preparation
+        # No command waits for a successor.
         self._options = replace(options, ready=-1)
         self._directory = directory
         self._path = path
@@ -177,10 +177,12 @@ class Server:
         self._listener.listen()
         # SIGCHLD writes to this socket, which wakes the thread from `select`.
         self._woken, self._wakes = socket.socketpair()
+        # `signal.set_wakeup_fd` requires a socket that does not block.
         self._wakes.setblocking(False)
         # `_turn_away` gives this descriptor up for a moment when no other is free.
         self._spare = os.open(os.devnull, os.O_RDONLY)
         signal.set_wakeup_fd(self._wakes.fileno())
+        # Without a handler in Python, the signal would not write to the socket.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # It must not keep the file system of that directory busy.
         os.chdir("/")

@@ -22,6 +22,16 @@ XDG_RUNTIME_DIR = "XDG_RUNTIME_DIR"
 
 Source: https://specifications.freedesktop.org/basedir-spec/latest/
 """
+_LENGTH = struct.Struct("!I")
+LONGEST_BYTES = 1 << 26
+"""Longest message: an environment has at most some megabytes."""
+DESCRIPTORS = 253
+"""Most descriptors that the kernel sends with one message.
+
+Source: SCM_MAX_FD of Linux's include/net/scm.h.
+"""
+Message = dict[str, Any]
+"""A message. Its texts may hold lone surrogates, as in `os.environ`; JSON escapes them."""
 
 
 def socket_directory(environ: Mapping[str, str]) -> Path:
@@ -99,19 +109,6 @@ def _check_private(directory: Path) -> None:
 def _interpreter() -> str:
     # Processes of another environment's Python have other packages, and cannot serve its programs.
     return hashlib.sha256(f"{sys.executable}\0{sys.prefix}".encode()).hexdigest()[:12]
-
-
-_LENGTH = struct.Struct("!I")
-LONGEST_BYTES = 1 << 26
-"""Longest message: an environment has at most some megabytes."""
-DESCRIPTORS = 253
-"""Most descriptors that the kernel sends with one message.
-
-Source: SCM_MAX_FD of Linux's include/net/scm.h.
-"""
-
-Message = dict[str, Any]
-"""A message. Its texts may hold lone surrogates, as in `os.environ`; JSON escapes them."""
 
 
 def send(connection: socket.socket, **message: Any) -> None:
