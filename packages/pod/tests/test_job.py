@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyxla_pod.job import Job
+from polyxla_pod.job import PodJob
 from polyxla_pod.messages import Message, decode
 
 
-def job(*hosts: str, **fields: Any) -> Job:
-    return Job(("python", "train.py"), hosts, tuple(name.rpartition("@")[2] for name in hosts), **fields)
+def job(*hosts: str, **fields: Any) -> PodJob:
+    return PodJob(("python", "train.py"), hosts, tuple(name.rpartition("@")[2] for name in hosts), **fields)
 
 
 def test_the_runtime_becomes_a_variable_and_the_users_value_wins() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polyxla_pod.job import Job
+from polyxla_pod.job import PodJob
 from polyxla_pod.launcher.preflight import FREE_BYTES, find_problems, ports, questions
 
 GOOD: dict[str, Any] = {
@@ -115,8 +115,8 @@ def test_the_ports_are_the_monitors_and_libtpus() -> None:
     assert ports({"POLYXLA_MONITOR_PORT": "9000"})[0] == 9000
 
 
-def node_job(**fields: Any) -> Job:
-    return Job(("true",), ("a", "b"), ("10.0.0.1", "10.0.0.2"), runtime="xrt", **fields)
+def node_job(**fields: Any) -> PodJob:
+    return PodJob(("true",), ("a", "b"), ("10.0.0.1", "10.0.0.2"), runtime="xrt", **fields)
 
 
 def test_a_host_that_drives_a_node_is_asked_for_its_address_and_its_worker() -> None:

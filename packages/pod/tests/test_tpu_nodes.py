@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from polyxla import UsageError
-from polyxla_pod.job import Job
+from polyxla_pod.job import PodJob
 
 if TYPE_CHECKING:
     from conftest import Pod
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 ADDRESSES = ("10.0.0.1", "fd00::2")
 
 
-def job(environ: dict[str, str] | None = None, *addresses: str, **fields: Any) -> Job:
+def job(environ: dict[str, str] | None = None, *addresses: str, **fields: Any) -> PodJob:
     hosts = addresses or ADDRESSES
-    return Job(("python", "train.py"), hosts, hosts, environ or {}, runtime="xrt", **fields)
+    return PodJob(("python", "train.py"), hosts, hosts, environ or {}, runtime="xrt", **fields)
 
 
 def test_every_host_gets_the_list_of_workers_its_own_and_the_mesh() -> None:
@@ -47,13 +47,13 @@ def test_the_variable_chooses_the_runtime_too_and_the_users_mesh_and_cores_win()
         "XRT_MESH_SERVICE_ADDRESS": "10.0.0.1:9999",
         "TPU_NUM_DEVICES": "4",
     }
-    environ = Job(("true",), ADDRESSES, ADDRESSES, own).environ_of(0)
+    environ = PodJob(("true",), ADDRESSES, ADDRESSES, own).environ_of(0)
     assert environ["XRT_LOCAL_WORKER"] == "c_tpu_worker:0"
     assert own.items() <= environ.items()
 
 
 def test_other_runtimes_get_none_of_them() -> None:
-    other = Job(("true",), ADDRESSES, ADDRESSES, {"POLYXLA_RUNTIME": "pjrt"}, runtime="xrt")
+    other = PodJob(("true",), ADDRESSES, ADDRESSES, {"POLYXLA_RUNTIME": "pjrt"}, runtime="xrt")
     assert other.environ_of(0) == {"POLYXLA_RUNTIME": "pjrt"}
 
 
@@ -104,7 +104,7 @@ def test_workers_that_cannot_be_started_are_an_error(environ: dict[str, str], te
 
 def test_workers_need_the_runtime() -> None:
     with pytest.raises(UsageError, match=r"the command uses what each host chooses .* Write --runtime xrt"):
-        Job(("true",), ("a",), ("a",), starts_workers=True)
+        PodJob(("true",), ("a",), ("a",), starts_workers=True)
 
 
 def test_a_worker_listens_at_its_hosts_address_with_the_jobs_cores() -> None:

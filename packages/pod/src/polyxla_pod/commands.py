@@ -14,7 +14,7 @@ import typer
 
 from polyxla import UsageError
 from polyxla.plugin import JsonFlag, RuntimeOption, env, plain_errors, print_json, print_table, say
-from polyxla_pod.job import CONNECT_S, GRACE_S, LOST_AFTER_S, Job
+from polyxla_pod.job import CONNECT_S, GRACE_S, LOST_AFTER_S, PodJob
 from polyxla_pod.tpu_nodes import WORKER_PORT
 from polyxla_pod.transports import Target, Transport
 
@@ -84,7 +84,7 @@ def run(
         # `--engine` wins, so that a plugin can use the options of another transport.
         usual = "ray" if ray else "gcloud" if tpu else "ssh"
         chosen = _find_transport(engine or usual, target)
-        job = Job(
+        job = PodJob(
             command=tuple(command),
             hosts=chosen.hosts,
             addresses=chosen.addresses,
@@ -107,7 +107,7 @@ def run(
         raise typer.Exit(_run(job, chosen, as_json))
 
 
-def _run(job: Job, transport: Transport, as_json: bool) -> int:
+def _run(job: PodJob, transport: Transport, as_json: bool) -> int:
     # Imported here, because the command line of every user loads this module.
     from polyxla_pod.launcher.records import Recorder, root
     from polyxla_pod.launcher.run import Run
@@ -176,7 +176,7 @@ def _synced(directory: str) -> str:
     return f"~/polyxla-pod/{Path(directory).resolve().name}"
 
 
-def _print_commands(job: Job, transport: Transport, as_json: bool) -> None:
+def _print_commands(job: PodJob, transport: Transport, as_json: bool) -> None:
     if as_json:
         rows = [
             {
@@ -202,7 +202,7 @@ def _print_commands(job: Job, transport: Transport, as_json: bool) -> None:
     typer.echo("\n".join(lines))
 
 
-def _with_variables(job: Job, host: int, command: Sequence[str]) -> str:
+def _with_variables(job: PodJob, host: int, command: Sequence[str]) -> str:
     variables = [f"{name}={value}" for name, value in job.environ_of(host).items()]
     return shlex.join([*(["env", *variables] if variables else []), *command])
 

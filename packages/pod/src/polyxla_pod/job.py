@@ -20,7 +20,7 @@ HOST_NUMBER = "{host}"
 
 
 @dataclass(frozen=True)
-class Job:
+class PodJob:
     """What to run on every host.
 
     Attributes:

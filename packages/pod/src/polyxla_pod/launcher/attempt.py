@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polyxla.plugin import POLYXLA_SECRET, say
-from polyxla_pod.job import Job
+from polyxla_pod.job import PodJob
 from polyxla_pod.launcher import archive, preflight
 from polyxla_pod.launcher.connection import LOST, Connection, HostEndedError
 from polyxla_pod.pipeline import HostState, Pipeline
@@ -67,7 +67,7 @@ class Attempt:
 
     def __init__(
         self,
-        job: Job,
+        job: PodJob,
         transport: Transport,
         states: Sequence[HostState],
         pipeline: Pipeline,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from polyxla.plugin import signal_name
-from polyxla_pod.job import Job
+from polyxla_pod.job import PodJob
 from polyxla_pod.messages import SILENCES, WORKER_STREAM, Message, decode, find_misfit
 
 LINE_BYTES = 1 << 20
@@ -182,7 +182,7 @@ class Connection:
     """
 
     def __init__(
-        self, host: int, job: Job, command: Sequence[str], on_line: Callable[[int, str, str], None]
+        self, host: int, job: PodJob, command: Sequence[str], on_line: Callable[[int, str, str], None]
     ) -> None:
         self.host = host
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ from typing import Any
 from polyxla.plugin import BASE_PORT
 from polyxla.plugin import tpu_env as env
 from polyxla_pod import tpu_nodes
-from polyxla_pod.job import Job
+from polyxla_pod.job import PodJob
 
 FREE_BYTES = 1 << 30
 """Least free space in the working and the temporary directory, in bytes."""
@@ -34,7 +34,7 @@ class Problem:
     text: str
 
 
-def questions(job: Job, host: int) -> dict[str, Any]:
+def questions(job: PodJob, host: int) -> dict[str, Any]:
     """Return what a host is asked for: the content of the message ``check``."""
     environ = job.environ_of(host)
     common = {"environ": environ, "directory": job.directory}
@@ -50,14 +50,14 @@ def ports(environ: Mapping[str, str]) -> list[int]:
     return [monitor, *range(BASE_PORT, BASE_PORT + CHIPS_PER_HOST)]
 
 
-def _node_ports(job: Job, host: int) -> list[int]:
+def _node_ports(job: PodJob, host: int) -> list[int]:
     """Return the ports that must be free on a host that drives a TPU node."""
     # Only host 0 serves the mesh, and only if the user has not named another address.
     is_mesh = tpu_nodes.XRT_MESH_SERVICE_ADDRESS not in job.environ and host == 0 and len(job.hosts) > 1
     return [job.worker_port] * job.starts_workers + [tpu_nodes.MESH_PORT] * is_mesh
 
 
-def _node(job: Job, host: int) -> dict[str, Any] | None:
+def _node(job: PodJob, host: int) -> dict[str, Any] | None:
     if tpu_nodes.describes_workers(job.environ):
         # The user's variables have addresses of other machines, which this host cannot check.
         return None

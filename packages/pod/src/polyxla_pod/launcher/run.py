@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyxla.plugin import say
-from polyxla_pod.job import Job
+from polyxla_pod.job import PodJob
 from polyxla_pod.launcher import archive
 from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
 from polyxla_pod.launcher.connection import LOST
@@ -57,7 +57,7 @@ class Run:
 
     def __init__(
         self,
-        job: Job,
+        job: PodJob,
         transport: Transport,
         states: Sequence[HostState],
         screen: Screen,

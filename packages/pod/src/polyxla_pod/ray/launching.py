@@ -11,7 +11,7 @@ from typing import Any
 from polyxla import ReplicaLostError, UsageError
 from polyxla.plugin import snapshot, unpack
 from polyxla_pod.folding import FoldedLine
-from polyxla_pod.job import Job
+from polyxla_pod.job import PodJob
 from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
 from polyxla_pod.launcher.connection import CONFIRM_S
 from polyxla_pod.pipeline import HostState, Pipeline
@@ -39,7 +39,7 @@ def launch(function: Callable[..., Any], options: Mapping[str, Any]) -> list[Any
         Exception: what a replica raised.
     """
     with closing(RayTransport(Target(), HostCall(function, options).pickled())) as transport:
-        job = Job(
+        job = PodJob(
             COMMAND,
             transport.hosts,
             transport.addresses,
@@ -62,7 +62,7 @@ class _Attempt:
         transport: makes the connections.
     """
 
-    def __init__(self, job: Job, transport: RayTransport) -> None:
+    def __init__(self, job: PodJob, transport: RayTransport) -> None:
         self._job, self._transport = job, transport
         self._failures: Sequence[Failure] = ()
         self._error: BaseException | None = None
@@ -131,7 +131,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith("POLYXLA_") and name not in own}
 
 
-def _results(host: int, job: Job, transport: RayTransport) -> list[tuple[int, Any]]:
+def _results(host: int, job: PodJob, transport: RayTransport) -> list[tuple[int, Any]]:
     outcome = transport.outcome(host, OUTCOME_S)
     if not outcome:
         raise ReplicaLostError(f"{job.label(host)}: no results have arrived within {OUTCOME_S:g} s")
@@ -139,7 +139,7 @@ def _results(host: int, job: Job, transport: RayTransport) -> list[tuple[int, An
     return results
 
 
-def _raise(failures: Sequence[Failure], job: Job, transport: RayTransport) -> None:
+def _raise(failures: Sequence[Failure], job: PodJob, transport: RayTransport) -> None:
     """Raise the first failure: a host's own exception, if it has left one."""
     first = failures[0]
     outcome = transport.outcome(first.host, OUTCOME_S) if first.host is not None else b""

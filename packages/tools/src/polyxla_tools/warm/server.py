@@ -39,7 +39,7 @@ from polyxla_tools.warm.sockets import (
 
 HANDSHAKE_S = 2.0
 """Longest wait for each part of a client's request, in seconds: other clients wait for it."""
-Work = Callable[[], None]
+ForkWork = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Server:
         gc.collect()
         gc.freeze()
 
-    def serve(self) -> Work | None:
+    def serve(self) -> ForkWork | None:
         """Serve until it is idle or retired; in a fork, return the fork's work."""
         while self._listener or len(self._forks):
             listening = [self._listener] if self._listener else []
@@ -202,7 +202,7 @@ class Server:
                 self._retire()
         return None
 
-    def _handle(self, ready: socket.socket) -> Work | None:
+    def _handle(self, ready: socket.socket) -> ForkWork | None:
         if ready is self._woken:
             self._woken.recv(4096)
             self._forks.reap()
@@ -256,7 +256,7 @@ class Server:
             self._listener.close()
             self._listener = None
 
-    def _answer(self, connection: socket.socket) -> Work | None:
+    def _answer(self, connection: socket.socket) -> ForkWork | None:
         connection.settimeout(HANDSHAKE_S)
         if peer_user(connection) != os.getuid():
             return None
@@ -282,7 +282,7 @@ class Server:
         send(connection, refused=misfit, is_stale=False)
         return misfit is None
 
-    def _fork(self, request: Message, connection: socket.socket) -> Work | None:
+    def _fork(self, request: Message, connection: socket.socket) -> ForkWork | None:
         is_program = request["kind"] == "program"
         descriptors = receive_descriptors(connection)
         try:
