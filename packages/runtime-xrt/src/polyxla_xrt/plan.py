@@ -58,7 +58,7 @@ class Plan:
             job: the worker's key for the job.
         """
         world, kind = self.world(process), self.configuration.kind
-        # An index into the cores that the worker grants to the job, whichever they are.
+        # The index counts the cores that the worker grants to the job, whichever they are.
         own = (process,)
         return Assignment(
             address, job, own, kind, world.ordinal, world.world_size, world.ordinal, world.world_size
@@ -80,6 +80,7 @@ class Plan:
             mesh: ``host:port`` of the mesh service; empty for one replica.
         """
         services = self._store(environ) | ({env.XRT_MESH_SERVICE_ADDRESS: mesh} if mesh else {})
+        # `_device_variables(1)` comes last of the two: a process drives one device, not all of the host.
         common = {**environ, **self.program_environment(), **_device_variables(1), **services}
         return [
             _without_none(

@@ -43,7 +43,7 @@ class NodeReplication(CollectiveReplication):
             xm.rendezvous = _alone
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
-        """Meet the other replicas at the mesh service; queued work on the device continues meanwhile."""
+        """Meet the other replicas at the mesh service; work queued on the device goes on."""
         payloads: list[bytes] = xm.rendezvous(tag, payload, list(replicas))
         return payloads
 

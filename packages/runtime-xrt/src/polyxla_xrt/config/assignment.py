@@ -44,4 +44,5 @@ def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
     if not text:
         return None
     fields = json.loads(text)
+    # JSON has no tuples, so the cores arrive as a list.
     return Assignment(**{**fields, "cores": tuple(fields["cores"])})

@@ -104,6 +104,7 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration | None:
     chosen = source(environ)
     if chosen is None:
         return None
+    # First, because the other checks would report a replica's leftovers as contradictions.
     _refuse_leftovers(environ)
     cluster = _cluster(chosen, environ)
     local = _local_worker(cluster, environ)
@@ -210,7 +211,7 @@ def _hosts(cluster: _Cluster, environ: Mapping[str, str]) -> int:
 
 def _check_host(local: WorkerId, hosts: int, environ: Mapping[str, str]) -> None:
     if local.task >= hosts:
-        # Possible only if the workers are not known here: these two variables are all there is.
+        # With a list of workers, the checks above exclude this: only the two variables below are known.
         raise UsageError(
             f"this host drives {local}, but with {hosts} host(s) every task must be below {hosts}",
             where=f"{env.XRT_LOCAL_WORKER}={environ[env.XRT_LOCAL_WORKER].strip()}",

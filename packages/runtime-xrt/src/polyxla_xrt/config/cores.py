@@ -138,7 +138,7 @@ def child_environment(configuration: Configuration, index: int, count: int) -> d
     if world.ordinal:
         variables |= {env.XRT_TPU_CONFIG: None, env.TPU_NUM_DEVICES: None}
     if configuration.source != env.XRT_DEVICE_MAP:
-        # Otherwise they would describe the workers in processes that lost the better description above.
+        # A process without `XRT_TPU_CONFIG` would otherwise read the workers from these two.
         variables |= {env.XRT_DEVICE_MAP: None, env.XRT_WORKERS: None}
     if world.world_size == 1:
         variables[env.XRT_MESH_SERVICE_ADDRESS] = None

@@ -28,6 +28,7 @@ def job_wait_s(environ: Mapping[str, str]) -> float:
     try:
         seconds = float(variable.text)
     except ValueError:
+        # This value fails the check below, as NaN does.
         seconds = -1.0
     if not 0 <= seconds <= LONGEST_WAIT_S:
         raise variable.error(

@@ -37,6 +37,7 @@ def find(environ: Mapping[str, str], name: str) -> Variable | None:
 
 def parse_integer(text: str) -> int | None:
     """Parse a non-negative integer of at most nine digits; return None for any other text."""
+    # `int` itself accepts signs, underscores and the digits of other scripts.
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 

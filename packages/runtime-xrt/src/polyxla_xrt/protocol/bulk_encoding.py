@@ -72,7 +72,7 @@ def encode_all(take: Callable[[], list[Any] | None]) -> Iterator[bytes]:
     """Encode one batch after another, until `take` returns None."""
     while (batch := take()) is not None:
         encoded = encode(batch)
-        # Otherwise the data of the last batch would stay in memory until there is another.
+        # Without this, the data of a batch would stay in memory until the next batch.
         del batch
         yield encoded
 

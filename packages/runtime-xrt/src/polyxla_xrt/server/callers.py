@@ -7,7 +7,9 @@ from typing import Any
 
 
 def is_right(details: Any, token: str) -> bool:
-    """Return whether a call has the token. In constant time: the duration must not reveal how much is right.
+    """Return whether a call has the token.
+
+    The comparison takes constant time: its duration must not reveal how many characters match.
 
     Args:
         details: gRPC's details of the call.

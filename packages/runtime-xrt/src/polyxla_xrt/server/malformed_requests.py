@@ -1,4 +1,4 @@
-"""Malformed requests, refused without grpcio's own way, which leaks."""
+"""Rejection of malformed requests without the code of grpcio that leaks memory for each of them."""
 
 from __future__ import annotations
 

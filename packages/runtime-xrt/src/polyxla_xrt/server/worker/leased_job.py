@@ -117,7 +117,7 @@ class LeasedJob:
             PjrtError: the cores do not exist, another process of the job drives them, or the job is over.
         """
         process = AttachedProcess(ordinal, frozenset(cores), outbox)
-        # Registered before the wait, so that no other process can claim the cores meanwhile.
+        # Registered before the wait, so that no other process can claim the cores during it.
         self._register(process, cores)
         try:
             engine = self._engine.result(timeout_s)

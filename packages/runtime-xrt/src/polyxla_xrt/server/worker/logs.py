@@ -21,6 +21,7 @@ def start(*, as_json: bool) -> None:
     log = logging.getLogger("polyxla")
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
+    # The root logger's handlers would print every line again.
     log.propagate = False
 
 

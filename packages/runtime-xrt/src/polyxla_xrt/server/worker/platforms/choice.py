@@ -1,4 +1,4 @@
-"""What ``--platform`` and ``--plugin-option`` choose."""
+"""The platform that ``--platform`` and ``--plugin-option`` choose."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def choose_platform(
         text: the value of ``--platform``.
         options: the values of ``--plugin-option``.
         environ: this process's environment.
-        workers: those of ``--slice``.
+        workers: the workers of ``--slice``.
 
     Raises:
         UsageError: there is no such platform, no such plugin, or no TPU that can be opened here.

@@ -1,4 +1,4 @@
-"""`JobEngines`: the interface of a worker's cores."""
+"""The interface between a worker and the cores that it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Library`: a PJRT plugin, and how to open it; alone, or with the other workers of a TPU slice."""
+"""A PJRT plugin and how to open it, alone or with the other workers of a TPU slice."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SliceMembers:
     """The workers of a TPU slice, whose serving processes open it together.
 
     Attributes:
-        workers: those of all hosts, in the order of the hosts.
-        own: index of this one.
+        workers: the workers of all hosts, in the order of the hosts.
+        own: the index of this worker.
     """
 
     workers: tuple[Worker, ...]
@@ -69,7 +69,7 @@ class Library:
         path: the plugin's file.
         source: where it was chosen, for errors.
         options: the plugin's own options for its client.
-        variables: those that only the serving process gets, before it opens the plugin.
+        variables: variables that only the serving process gets, before it opens the plugin.
         platform: the kind of the devices; empty if the plugin knows better.
         members: the workers of the TPU slice that the devices are part of; None for this host's alone.
     """

@@ -51,7 +51,8 @@ def find_library(
     Args:
         options: libtpu's own options for its client.
         environ: this process's environment.
-        workers: those of all hosts of the slice, to open it together; empty to open no other host's chips.
+        workers: the workers of all hosts of the slice, to open it together; empty to open only this host's
+            chips.
 
     Raises:
         UsageError: there is no chip, another process has the chips, libtpu is missing, or it is not known
