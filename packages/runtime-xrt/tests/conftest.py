@@ -106,7 +106,7 @@ class Worker:
     def __init__(self, log: Path, *options: str, is_open: bool = True, **environ: str) -> None:
         self._log = log
         if is_open and not {"--token-file", "--tls-cert", "--insecure"} & {*options}:
-            # Tests call it without a client of ours, too.
+            # Tests also call the worker through bare gRPC channels, which send no token.
             options = (*options, "--insecure")
         command = [sys.executable, "-m", "polyxla", "worker", "--devices", "2", "--json"]
         with log.open("w") as errors:

@@ -17,7 +17,7 @@ NODE = {env.XRT_TPU_CONFIG: "tpu_worker;0;10.0.0.2:8470"}
 CONFIG = "|".join(f"c_w;{task};10.0.0.{task}:8470" for task in range(4))
 MESH = {env.XRT_MESH_SERVICE_ADDRESS: "10.0.0.9:8477"}
 FIRST_HOST = {env.XRT_TPU_CONFIG: CONFIG, env.XRT_LOCAL_WORKER: "c_w:0", **MESH}
-# As a pod's launcher sets it: without the list of workers.
+# A pod's launcher sets these variables on later hosts, without the list of workers.
 THIRD_HOST = {env.XRT_LOCAL_WORKER: "c_w:2", env.XRT_SHARD_WORLD_SIZE: "4", env.TPU_NUM_DEVICES: "8", **MESH}
 MAP = {
     env.XRT_DEVICE_MAP: "|".join(f"TPU:{n};/job:w/replica:0/task:0/device:TPU:{n}" for n in range(2)),

@@ -27,7 +27,7 @@ def _helper() -> int | None:
 
 
 def test_a_stopped_helper_is_named_long_before_the_worker_would_be_given_up() -> None:
-    # It accepts connections and never answers, as a worker that is being started does.
+    # The socket accepts connections and never answers, like a worker that is starting.
     with closing(socket.create_server((LOCALHOST, 0))) as silent:
         config = f"tpu_worker;0;{LOCALHOST}:{silent.getsockname()[1]}"
         variables = {env.XRT_TPU_CONFIG: config, "POLYXLA_STALL_TIMEOUT_S": "2", POLYXLA_SECRET: "secret"}

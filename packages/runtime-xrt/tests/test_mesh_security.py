@@ -83,7 +83,7 @@ class Impostor(mesh_pb2_grpc.MeshServicer):
     def Rendezvous(self, requests: Any, context: Any) -> Iterator[pb.RendezvousReply]:  # noqa: N802
         sent = next(requests).payload
         yield pb.RendezvousReply(payload=sent, ends=True)
-        # For the other ordinal: its own, or that of the first, which has a seal.
+        # The payload of the other ordinal is forged here: a bare one, or the sealed one of the first.
         yield pb.RendezvousReply(payload=PAYLOAD if self.is_own else sent, ends=True)
 
     def Goodbye(self, request: Any, context: Any) -> pb.GoodbyeReply:  # noqa: N802

@@ -135,7 +135,7 @@ def test_a_deferred_message_never_overtakes_messages_queued_before_it() -> None:
         taken, released = released, []
         return taken or None
 
-    # Without a pause: `last` is called all the time.
+    # With no pause between its calls, `last` competes with every `put`.
     outbox = Outbox(last, linger_s=0.0)
 
     def use() -> None:

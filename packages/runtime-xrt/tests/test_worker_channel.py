@@ -21,7 +21,7 @@ class ReplacedWorker(worker_pb2_grpc.WorkerServicer):
     def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
         self.calls += 1
         if self.calls == 1:
-            # What gRPC answers to a call that reaches a server which is stopping.
+            # gRPC answers so if a call reaches a server that is stopping.
             context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
         return pb.StatusReply(protocol=PROTOCOL, jobs_served=self.calls)
 

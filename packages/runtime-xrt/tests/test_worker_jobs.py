@@ -69,7 +69,7 @@ def test_a_worker_holds_an_uploaded_array_once(start_worker: Callable[..., Any])
         (device,) = engine.devices
         before = worker.resident_bytes
         held = engine.from_host(device, ArrayType("uint8", (size,)), memoryview(bytes(size)))
-        # Answered when the array has arrived.
+        # The worker answers this request after the array has arrived.
         assert engine.memory_stats(device)["bytes_in_use"] == size
         assert worker.resident_bytes - before < ONCE * size
         assert not held.is_deleted

@@ -168,7 +168,7 @@ def test_a_device_that_is_taken_during_a_replacement_is_awaited(start_worker: St
     os.kill(worker.serving_pid, signal.SIGKILL)
     deadline = time.monotonic() + TIMEOUT_S
     with socket.socket(socket.AF_UNIX) as chip:
-        # Free as soon as the process is dead; the next one imports jax before it takes the chip.
+        # The chip is free once the process is dead; its successor imports jax before it takes the chip.
         while True:
             assert time.monotonic() < deadline
             with contextlib.suppress(OSError):

@@ -219,7 +219,7 @@ def test_no_connection_is_refused_while_the_process_is_replaced(
         time.sleep(0.5)
         sessions[1].kill()
     with ThreadPoolExecutor(21) as pool:
-        # The next job's, which waits for the one that cannot be stopped.
+        # The next job's lease waits for the job that cannot be stopped.
         following = pool.submit(Lease, worker.address, 2, snapshot(), wait_s=SOON_S)
         if not is_wedged:
             os.kill(serving, signal.SIGKILL)
@@ -238,7 +238,7 @@ def test_a_limited_number_of_executions_is_in_flight(worker: Any) -> None:
         program = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
         (device,) = engine.devices
         one = engine.from_host(device, ArrayType("float32", ()), memoryview(struct.pack("<f", 21)))
-        # A worker that answers nothing for a moment.
+        # A stopped worker answers nothing until it continues.
         os.kill(worker.serving_pid, signal.SIGSTOP)
         try:
             for _ in range(MAX_IN_FLIGHT):
@@ -426,7 +426,7 @@ def test_an_early_signal_ends_the_worker_and_no_other_process(after_s: float) ->
     try:
         status = Path(f"/proc/{worker.pid}/status")
         deadline = time.monotonic() + 60
-        # From the moment when its handler is installed.
+        # Before its handler is installed, the signal would simply kill the worker.
         while not catches(status, signal.SIGTERM):
             assert time.monotonic() < deadline
             time.sleep(0.001)

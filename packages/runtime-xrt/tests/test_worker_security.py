@@ -384,7 +384,7 @@ def test_calls_of_strangers_that_never_send_their_message_take_no_place(own: Own
         yield from ()
 
     with grpc.insecure_channel(own.worker.address) as channel:
-        # A worker of two cores has 66 places.
+        # A worker of two cores runs 66 calls at a time: these would occupy all of them.
         names = ("Status", "Lease", "Session", "Drain", "Nothing")
         methods = [channel.stream_unary(f"/polyxla.xrt.worker.Worker/{name}") for name in names]
         calls = [method.future(never()) for _ in range(20) for method in methods]

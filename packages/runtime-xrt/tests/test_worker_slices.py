@@ -163,7 +163,7 @@ def test_the_workers_are_replaced_together_and_serve_the_next_job(pod: list[Any]
 def test_a_wedged_device_replaces_the_whole_slice(pod: list[Any]) -> None:
     serving = [worker.serving_pid for worker in pod]
     with job_on(pod) as job:
-        # It waits for the other cores, and nothing can stop it.
+        # The program waits for the other cores, and nothing can stop it.
         job.add(CORES - 1)
         time.sleep(0.5)
     for worker, pid in zip(pod, serving, strict=True):
@@ -293,7 +293,7 @@ def test_heartbeats_and_returned_replicas_reach_the_other_workers_of_the_same_jo
     first.exchange(is_full=False)
     assert (first.heartbeats(), first.retired()) == ({"0": "0", "1": "1"}, frozenset({5}))
     again = links[0].progress("host:2")
-    # The last job's account, come late.
+    # A late message of the last job must not count for this one.
     second.exchange(is_full=True)
     again.exchange(is_full=True)
     assert (again.heartbeats(), again.retired()) == ({"0": "0"}, frozenset())

@@ -1,4 +1,4 @@
-"""The runtime's entry point in torch_xla, which imports it with itself: plain torch_xla programs come here.
+"""The runtime's entry point in torch_xla, for plain torch_xla programs: `import torch_xla` loads it.
 
 If the environment describes a TPU node, torch_xla's devices are its cores, and ``torch_xla.launch`` and
 ``xmp.spawn`` start a process for each. Otherwise nothing is changed.
@@ -72,10 +72,12 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     runtime = environ.get(POLYXLA_RUNTIME)
     if runtime not in (None, "", "xrt") or wants_node(environ) or environ.get(env.POLYXLA_XRT_ASSIGNMENT):
         return {}
+    # A program that chooses its device itself keeps it.
     if not runtime and environ.get(env.PJRT_DEVICE):
         return {}
     if runtime or env.misspelt(environ):
-        # What names this runtime must not run on another: this raises the error of `polyxla run`.
+        # A program that names this runtime must not run on another one. `select` raises the error of
+        # `polyxla run`.
         select(environ, from_environ(environ).runtime)
     configuration = read_configuration(environ)
     if configuration is None:
