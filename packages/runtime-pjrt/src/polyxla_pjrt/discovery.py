@@ -47,6 +47,7 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
         pci_root: the directory where the kernel lists PCI devices.
     """
     claim, reason, kind = _claim(environ, accelerator, pci_root)
+    # Without devices, the report still has the claim: a request that fails must not fall to another runtime.
     bare = Discovery(claim, reason, kind, variables=_variables(environ))
     try:
         _check_request(environ, accelerator, kind)
@@ -99,6 +100,7 @@ def _claim(environ: Mapping[str, str], accelerator: str, pci_root: Path) -> tupl
         return Claim.EXPLICIT, f"{tpu_env.POLYXLA_EMULATE}={text}", "TPU"
     if kind := requested_kind(environ):
         return Claim.EXPLICIT, f"{env.PJRT_DEVICE}={kind}", kind
+    # Chips alone claim less than a variable: another runtime may be described for the same host.
     chips = attached_chips(pci_root)
     if chips and accelerator in ("auto", "tpu"):
         return Claim.ATTACHED, f"{len(chips)} TPU chip(s) attached", "TPU"
@@ -148,7 +150,9 @@ def with_chips(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attache
         emulated.require_library(environ)
     else:
         _check_libtpu(environ)
+    # Last, because it may ask the metadata server, which takes seconds where there is none.
     tpu_slice = this_slice(environ)
+    # A process that was prepared for one device must not offer the others, which other processes use.
     prepared = environ.get(env.POLYXLA_PJRT_DEVICE)
     variables = {
         **bare.variables,
@@ -227,6 +231,7 @@ def prepared_plan(environ: Mapping[str, str], nprocs: int | None = None) -> Pjrt
 def _plan_of(environ: Mapping[str, str], nprocs: int) -> PjrtPlan | None:
     """Return the plan of a program that asks for a number of processes, one for each replica."""
     count = len(requested_devices(environ))
+    # On the CPU, a program's own number counts, unless a variable sets another.
     is_free = discover(environ, "auto").growable and environ.get(POLYXLA_DEVICES, "auto") == "auto"
     if nprocs != count and not (is_free and nprocs > 1):
         raise UsageError(

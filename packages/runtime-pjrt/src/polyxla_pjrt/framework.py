@@ -87,6 +87,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     if EmulatedTpu.read(environ):
         return _prepare_emulated(environ)
     is_started_by_torchrun = torchrun.process_count(environ) is not None
+    # Without a variable, torchrun's processes on a machine without chips mean the CPU.
     by_default = "CPU" if is_started_by_torchrun and not attached_chips() else ""
     if environ.get(env.PJRT_DEVICE, by_default) != "CPU":
         return {}
@@ -115,6 +116,7 @@ def _replicas() -> int | None:
     is_replica = env.PJRT_LOCAL_PROCESS_COUNT in environ or torchrun.process_count(environ) is not None
     if is_replica or discovery.requested_kind(environ) not in discovery.KINDS:
         return None
+    # `polyxla run` has prepared this process for one device, whatever the environment asks for.
     plan = None if env.POLYXLA_PJRT_LOCAL_DEVICE in environ else discovery.requested_plan(environ)
     return plan.layout.replicas if plan else 1
 
@@ -126,6 +128,7 @@ def _check_chips() -> None:
         UsageError: this machine has no chip.
     """
     environ = snapshot()
+    # With `TPU_LIBRARY_PATH`, the user or the emulator has chosen the library, which answers for itself.
     is_libtpus = environ.get(env.PJRT_DEVICE) == "TPU" and not environ.get(tpu_env.TPU_LIBRARY_PATH)
     if is_libtpus and not may_have_chips():
         raise discovery.no_chip(f"{env.PJRT_DEVICE}=TPU")
@@ -213,6 +216,7 @@ def _is_xla(value: Any) -> bool:
 _tensors = TensorWatch()
 
 
+# Called once torch_xla has opened its devices: only then are their number and SPMD mode known.
 def _follow() -> None:
     _say_emulated()
     _join_torchrun()

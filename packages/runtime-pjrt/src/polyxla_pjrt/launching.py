@@ -80,6 +80,7 @@ def launch(
         method: how the processes are made.
     """
     main = functools.partial(_run_process, replica, plan)
+    # The work names the user's function, so that an error in pickling names it too.
     work = ProcessWork(main, launched.function, launched.args, environ)
     return run_plan(plan, work, method=method, preload=preload(on_chips=not plan.is_bridged))
 

@@ -183,6 +183,7 @@ class TpuPlan(ChipPlan, PjrtPlan):
             return device
         pools = thread_pools(Layout(self.layout.replicas), cpu_count)
         devices = self.chips_of(self.tpu_slice.worker_id, self.emulated.devices(environ))
+        # The program itself is a process of the host: it must find the same chips as its replicas.
         return device | pools | self.emulated.library_environment(devices) | self._slice_environment(environ)
 
     def _slice_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -200,6 +201,7 @@ class TpuPlan(ChipPlan, PjrtPlan):
         own = self._own_environments(self.tpu_slice.worker_id)
         if self.emulated is None:
             return {tpu_env.TPU_PROCESS_ADDRESSES: own[0][tpu_env.TPU_PROCESS_ADDRESSES]}
+        # All emulated hosts are this machine, so their processes need addresses that differ by host.
         addresses = self.addresses([variables[tpu_env.TPU_PROCESS_PORT] for variables in own])
         return {tpu_env.TPU_PROCESS_ADDRESSES: addresses, **self.emulated_meeting(environ)}
 
@@ -255,6 +257,7 @@ def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) ->
         UsageError: these devices cannot be used together, or the bridge is not installed.
     """
     started = torchrun.process_count(environ)
+    # One replica of torchrun's may still be one of several, which the check below refuses.
     if len(devices) == 1 and (kind == "TPU" or started in (None, 1)):
         return None
     if kind == "TPU":
@@ -263,6 +266,7 @@ def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) ->
         require_bridge(len(devices))
         check_device_memory(environ)
         plan = PjrtPlan(cpu_layout(len(devices), environ, started))
+    # Before anything starts: torchrun's processes would wait for replicas that do not exist.
     torchrun.check(plan, environ)
     return plan
 
@@ -340,6 +344,7 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
     tpu_slice, emulated = this_slice(environ), EmulatedTpu.read(environ)
     # The default bounds of the type: the slice's own may have fewer chips than the host.
     accelerator = AcceleratorType.parse(tpu_slice.accelerator.name, tpu_slice.origin)
+    # On v2 and v3 a process sees both cores of a chip, and uses the one with this number.
     variables, local_device = single_core_environment(host_core(tpu_slice, device), accelerator)
     return {
         env.PJRT_DEVICE: "TPU",

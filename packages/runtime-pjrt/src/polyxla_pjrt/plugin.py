@@ -54,6 +54,7 @@ def polyxla_environment(
 def polyxla_prepare(environ: Mapping[str, str]) -> None:
     """Start the fork server, which imports torch_xla while the program does."""
     plan = pjrt.requested_plan(environ)
+    # torchrun's processes are the replicas, and a single replica runs in this process: neither needs a fork.
     if plan and torchrun.process_count(environ) is None:
         running_fork_server(environ, preload(on_chips=not plan.is_bridged))
 
@@ -66,7 +67,7 @@ def polyxla_preload(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 @hookimpl
 def polyxla_forked() -> None:
-    """Do what torch_xla's import of this runtime would have done in this environment."""
+    """Re-apply, in a fork with an environment of its own, what the import of torch_xla set up."""
     # Only torch_xla imports it. If it has not yet, it will act on the right environment by itself.
     if framework := sys.modules.get("polyxla_pjrt.framework"):
         framework.apply_environment()
@@ -86,6 +87,7 @@ def polyxla_launch(job: Job) -> list[Any]:
         emulated.say("1 replica")
     else:
         say_uncached(job.environ)
+    # A single replica needs no process of its own, unless the user asks for one.
     if job.process_method is None:
         return run_inline(job)
     modules = preload(on_chips=kind == "TPU" and not emulated)

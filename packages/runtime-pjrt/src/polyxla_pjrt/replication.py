@@ -139,6 +139,7 @@ class TorchXlaProbe:
 
     def ended(self) -> int:
         """Return how many programs and compilations of this process have ended."""
+        # A metric that has no sample yet is None.
         metrics = (_native._xla_metric_data(name) for name in _ENDED)
         return sum(metric[0] for metric in metrics if metric)
 
@@ -159,8 +160,10 @@ def run_replicas(replica: Callable[[PjrtPlace], Any], plan: PjrtPlan, process: i
         from polyxla_bridge.engine import stall_watchdog
 
         report_stalls(stall_watchdog, lambda position: stall_watchdog.retire(position.ordinal))
+    # Before torch_xla starts: a host that fails meanwhile must end this process too.
     watch_replicas(snapshot(), TorchXlaProbe)
     prepare_process(shares_gil=plan.layout.threads > 1)
+    # This opens the devices, where libtpu may find them held by another process.
     with naming_holders(), sigterm_ends_quietly():
         pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
@@ -286,9 +289,11 @@ def _run_threads(replicas: Sequence[Callable[[], Any]]) -> list[Any]:
         except BaseException as error:
             outcomes.put((index, None, error))
 
+    # Daemons: after an error, the others may wait in a collective forever, and must not keep the process.
     for index in range(len(replicas)):
         threading.Thread(target=run, args=(index,), name=f"{REPLICA_THREAD}-{index}", daemon=True).start()
     results: dict[int, Any] = {}
+    # In the order of their ends, not of their numbers: the first error must be raised at once.
     while len(results) < len(replicas):
         index, result, error = outcomes.get()
         if error is not None:

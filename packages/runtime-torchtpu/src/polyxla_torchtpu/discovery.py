@@ -66,6 +66,7 @@ def requested_plan(environ: Mapping[str, str]) -> TorchTpuPlan:
 def _claim(environ: Mapping[str, str], accelerator: str, pci_root: Path) -> tuple[Claim, str, str]:
     if text := environ.get(tpu_env.POLYXLA_EMULATE):
         return Claim.EXPLICIT, f"{tpu_env.POLYXLA_EMULATE}={text}", "TPU"
+    # A variable that describes a topology claims more than chips do, but it does not make chips.
     chips = attached_chips(pci_root)
     described = next((name for name in env.READ[:2] if environ.get(name)), None)
     if described and chips and accelerator in ("auto", "tpu"):
@@ -125,6 +126,7 @@ def _with_cpu(bare: Discovery, environ: Mapping[str, str], kind: str) -> Discove
             fix=f"Install it: {pip_install('polyxla-bridge')}",
         )
     check_device_memory(environ)
+    # Under torchrun each process is a replica with a device of its own.
     count = torchrun.process_count(environ) or 1
     devices = tuple(Device(index, "CPU", f"emulated device {index} on the CPU") for index in range(count))
     return replace(bare, devices=devices, growable=True)

@@ -48,10 +48,12 @@ _torchs_batch_norm = F.batch_norm
 def load() -> None:
     """Prepare this process for an emulated TPU, if the environment asks for one, and load TorchTPU."""
     environ = snapshot()
+    # Another runtime was chosen by name; it must find torch as it is.
     if environ.get(POLYXLA_RUNTIME) not in (None, "", "torchtpu"):
         return
     with ended_by_errors():
         update_environ(prepare(environ))
+    # On a real TPU as well: TorchTPU's own operator has no gradient anywhere.
     replace_operators()
     environ = snapshot()
     if POLYXLA_LIBTPU_HOST in environ:
@@ -72,12 +74,14 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
 
     started = torchrun.process_count(environ)
     # torchrun may use some of a host's chips.
+    # `POLYXLA_DEVICES` of the user comes last, so it wins over torchrun's number.
     plan = requested_plan(environ if started is None else {POLYXLA_DEVICES: str(started), **environ})
     is_torchruns = started is not None
     variables = {} if POLYXLA_LIBTPU_HOST in environ else plan.program_environment(environ)
     addresses = environ.get(env.TORCH_TPU_SLICEBUILDER_ADDRESSES)
     if addresses and not environ.get(POLYXLA_SECRET):
         # TorchTPU's own launch, or the user's, has chosen where the processes meet, and knows no secret.
+        # The processes of one user derive the same secret from the addresses, without a message.
         variables[POLYXLA_SECRET] = shared_secret(environ, f"processes that meet at {addresses}")
     elif is_torchruns and not addresses:
         variables |= torchrun.environment(plan, {**environ, **variables}, os.cpu_count() or 1)
@@ -115,6 +119,7 @@ def _load_torch_tpu(environ: Mapping[str, str]) -> None:
 
 def _leave_out_kernels() -> None:
     """Have attention computed by XLA's own operations: the CPU cannot run TorchTPU's kernel for TPU cores."""
+    # This switch is torch's for every device, whatever its name says.
     torch.backends.cuda.enable_flash_sdp(False)
 
 

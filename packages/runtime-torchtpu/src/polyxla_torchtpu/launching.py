@@ -48,6 +48,7 @@ def run_job(job: Job) -> list[Any]:
     plan.say()
     main = functools.partial(_run_process, job.run, plan)
     work = ProcessWork(main, job.function, job.args, job.environ)
+    # Its processes are there already. Nothing is launched, so nothing below needs to be checked.
     if torchrun.process_count(job.environ) is not None:
         return torchrun.run_here(work.run, plan, job.environ)
     if plan.layout.replicas == 1 and job.process_method is None and _can_run_here(plan, job.start_method):
@@ -57,6 +58,7 @@ def run_job(job: Job) -> list[Any]:
     if method == "fork":
         _refuse_fork()
     if not plan.is_cpu:
+        # A process keeps its chips until it ends, so the replicas could not open them.
         refuse_if_device_in_use(is_emulated=plan.emulated is not None)
     return run_plan(
         plan,

@@ -99,6 +99,7 @@ class TorchTpuPlan(ChipPlan):
         shared[env.TORCH_TPU_SLICEBUILDER_ADDRESSES] = self.addresses(ports)
         if self.emulated and not has_others:
             shared[env.TORCH_TPU_INTERNAL_HANDSHAKE_PORT] = str(free_ports(1)[0])
+        # Last, so that the user's values win.
         return shared | {name: environ[name] for name in NEVER_OVERWRITTEN if environ.get(name)}
 
     def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:

@@ -63,6 +63,7 @@ BACKEND = "tpu_dist"
 def prepare(plan: TorchTpuPlan) -> None:
     """Prepare this process for its replica, before the device is opened."""
     environ = snapshot()
+    # torchrun itself ends its processes; ours end with the launching process, however that ends.
     if torchrun.process_count(environ) is None:
         end_with_parent()
     if plan.emulated:
@@ -119,6 +120,7 @@ class TorchTpuReplication(Replication):
 
     def seed(self, seed: int) -> None:
         """Seed the device's generator, or restore it to a state of `rng_state`."""
+        # The offset is in the upper half, so a plain seed starts at offset 0.
         state = torch.frombuffer(bytearray(seed.to_bytes(_RNG_STATE_BYTES, "little")), dtype=torch.uint8)
         self._generator.set_state(state)
 
@@ -200,6 +202,7 @@ class MultiReplication(TorchTpuReplication):
         self._owns_group = True
         start = dt.timedelta(seconds=self._start_timeout_s)
         own, world = snapshot(), self.world
+        # torchrun hosts the store itself; a second server on its port would fail.
         is_host = world.ordinal == 0 and torchrun.process_count(own) is None
         address, port = own[tpu_env.MASTER_ADDR], int(own[tpu_env.MASTER_PORT])
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]
@@ -244,6 +247,7 @@ class MultiReplication(TorchTpuReplication):
         """
         require_all(tag, replicas, self.world.world_size)
         sizes = [int(size) for size in self.all_gather(torch.tensor(len(payload)).to(self.device))]
+        # A barrier: the exchange of the sizes was the meeting.
         if not any(sizes):
             return [b""] * len(sizes)
         data = torch.frombuffer(bytearray(padded(payload, max(sizes))), dtype=torch.uint8).to(self.device)

@@ -12,7 +12,7 @@ from polyxla.plugin import InputWatchdog, callsite
 
 AHEAD = {"loader_prefetch_size": 16, "device_prefetch_size": 8}
 """The options of ``prefetch`` with their defaults: batches read ahead on the host, and batches on the device.
-Source: the names and numbers are those of torch_xla 2.9.0, so that a script needs no other ones here.
+Source: the names and numbers are those of torch_xla 2.9.0, so that a script needs no change here.
 """
 THREADS = "host_to_device_transfer_threads"
 """The third of torch_xla's options; here one thread copies."""
@@ -82,7 +82,7 @@ def _check(prefetch: Mapping[str, int]) -> None:
 
 
 class _Ahead:
-    """Iterates over a source in a thread, a number of items ahead of who takes them.
+    """Iterates over a source in a thread, a number of items ahead of its consumer.
 
     Iterating raises what ended the source early.
 
@@ -105,6 +105,7 @@ class _Ahead:
         try:
             for item in self._source:
                 self._places.acquire()
+                # Checked after the wait for a place, which `close` ends.
                 if self._is_closed:
                     break
                 self._arrived.put(item)
@@ -126,12 +127,13 @@ class _Ahead:
         return callsite.user_line(self._thread.ident)
 
     def cancel(self) -> None:
-        """End the wait of who takes the items."""
+        """Wake the consumer."""
         self._arrived.put(_END)
 
     def close(self) -> None:
-        """Let the thread end at its next item, and who waits for its items go."""
+        """End the thread at its next item, and wake the consumer."""
         self._is_closed = True
+        # The thread may wait for a place, and the consumer for an item: wake both.
         self._places.release()
         self.cancel()
 
