@@ -251,7 +251,7 @@ def transfers(ours: str, plain: str) -> None:
 
 def pieces(data: bytes) -> Iterator[bytes]:
     """Split bytes into chunks as the clients of a worker do."""
-    from polyxla_xrt.protocol.chunks import chunks
+    from polyxla_xrt.protocol.channels import chunks
 
     return (bytes(piece) for piece, _ in chunks(memoryview(data)))
 

@@ -21,7 +21,7 @@ from polyxla_xrt.client.mesh import MeshClient
 from polyxla_xrt.errors import MeshError, MeshRefusedError, MeshServiceLostError, MismatchError, MissingError
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
-from polyxla_xrt.protocol.chunks import CHUNK_BYTES
+from polyxla_xrt.protocol.channels import CHUNK_BYTES
 from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES, call_token
 from polyxla_xrt.server.mesh.server import MeshServer
 
@@ -170,7 +170,7 @@ def test_a_malformed_request_gets_an_error_and_the_service_continues(
 
 
 def test_a_payload_whose_chunks_exceed_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyxla_xrt.server.mesh.service.MAX_PAYLOAD_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("polyxla_xrt.server.mesh.server.MAX_PAYLOAD_BYTES", CHUNK_BYTES)
     server = MeshServer("127.0.0.1:0", 1, SECRET)
     with MeshClient(server.address, 0, 1, SECRET) as client:
         assert client.rendezvous("fits", bytes(CHUNK_BYTES))

@@ -16,7 +16,7 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.worker import leases
 from polyxla_xrt.server.worker.leased_job import LeasedJob
 from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, QueueFullError
-from polyxla_xrt.server.worker.memory_budget import MemoryBudget
+from polyxla_xrt.server.worker.session import MemoryBudget
 
 SOON_S = 10.0
 ENDED = PjrtError(Code.ABORTED, "it is over")

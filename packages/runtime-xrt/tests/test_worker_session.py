@@ -18,10 +18,9 @@ from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
-from polyxla_xrt.protocol.chunks import CHUNK_BYTES
+from polyxla_xrt.protocol.channels import CHUNK_BYTES
 from polyxla_xrt.server.worker.incoming_array import MisuseError
-from polyxla_xrt.server.worker.memory_budget import MemoryBudget
-from polyxla_xrt.server.worker.session import Session
+from polyxla_xrt.server.worker.session import MemoryBudget, Session
 
 TIMEOUT_S = 60
 OPTIONS = xla_client.CompileOptions().SerializeAsString()

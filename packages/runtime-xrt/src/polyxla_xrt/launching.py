@@ -29,8 +29,10 @@ from polyxla_xrt.lease_holder import LeaseHolder
 from polyxla_xrt.own_assignment import leased_address
 from polyxla_xrt.plan import Place, Plan
 
-PRELOAD = ("polyxla_xrt.replicas",)
-"""Modules that the fork server imports; importing them starts nothing. One list, hence one fork server."""
+
+def preload() -> tuple[str, ...]:
+    """Return the modules that the fork server imports; importing them starts nothing."""
+    return ("polyxla_xrt.replication",)
 
 
 def run_job(job: Job, plan: Plan) -> list[Any]:
@@ -69,7 +71,7 @@ def _has_cores(plan: Plan) -> bool:
 
 def run_process(replica: Callable[[Place], Any], plan: Plan, process: int) -> Any:
     """Run this process's replica: what each process of a launch does, as the `main` of its `ProcessWork`."""
-    from polyxla_xrt.replicas import run_replica
+    from polyxla_xrt.replication import run_replica
 
     return run_replica(replica, Place(plan, process))
 
@@ -79,7 +81,7 @@ def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
     environ = _with_secret(plan, work.environ)
     with LeaseHolder(plan, environ) as lease:
         environs = plan.process_environments(environ, lease.worker_address, lease.job, lease.mesh_address)
-        return run_processes(work, range(len(environs)), environs, method=method, preload=PRELOAD)
+        return run_processes(work, range(len(environs)), environs, method=method, preload=preload())
 
 
 def _with_secret(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedErr
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol import bulk_decoding
-from polyxla_xrt.protocol.channel_options import CLIENT_OPTIONS
+from polyxla_xrt.protocol.channels import CLIENT_OPTIONS
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL, SERVICE
 
 _REPLACED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)

@@ -33,7 +33,7 @@ from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.errors import WorkerError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
-from polyxla_xrt.protocol.chunks import CHUNK_BYTES, chunks
+from polyxla_xrt.protocol.channels import CHUNK_BYTES, chunks
 from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.protocol.worker import PROTOCOL, array_bytes
 

@@ -28,8 +28,7 @@ from polyxla_xrt.errors import (
 )
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
-from polyxla_xrt.protocol.channel_options import CLIENT_OPTIONS
-from polyxla_xrt.protocol.chunks import chunks
+from polyxla_xrt.protocol.channels import CLIENT_OPTIONS, chunks
 from polyxla_xrt.protocol.mesh import (
     MAX_PAYLOAD_BYTES,
     OPTIONS,

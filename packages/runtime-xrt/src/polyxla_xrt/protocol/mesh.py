@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from polyxla.plugin import derived
-from polyxla_xrt.protocol.channel_options import peer_options
+from polyxla_xrt.protocol.channels import peer_options
 
 PROTOCOL = 2
 """Version of the messages. Increment it for any change that an older peer would misread."""

@@ -6,7 +6,7 @@ import math
 
 from polyxla.plugin import printable
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.protocol.channel_options import peer_options
+from polyxla_xrt.protocol.channels import peer_options
 
 SERVICE = "polyxla.xrt.worker.Worker"
 """The gRPC name of the service."""

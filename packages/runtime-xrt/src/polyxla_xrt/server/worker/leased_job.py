@@ -17,8 +17,7 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.protocol.worker import format_holder
-from polyxla_xrt.server.worker.memory_budget import MemoryBudget
-from polyxla_xrt.server.worker.session import Session, failure
+from polyxla_xrt.server.worker.session import MemoryBudget, Session, failure
 
 BROKEN_S = 5.0
 """Time for a replica whose program failed to end by itself, in seconds, before its job is ended."""

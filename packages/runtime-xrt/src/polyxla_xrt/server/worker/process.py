@@ -20,15 +20,14 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_decoding
-from polyxla_xrt.protocol.channel_options import server_options
+from polyxla_xrt.protocol.channels import server_options
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE, format_holder
 from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.leases import MAX_WAITING
 from polyxla_xrt.server.worker.platforms.cpu import CpuEngines
 from polyxla_xrt.server.worker.platforms.engines import JobEngines, Served
 from polyxla_xrt.server.worker.platforms.library import Library
-from polyxla_xrt.server.worker.platforms.plugin import PluginEngines
-from polyxla_xrt.server.worker.platforms.reopened import ReopenedEngines
+from polyxla_xrt.server.worker.platforms.plugin import PluginEngines, ReopenedEngines
 from polyxla_xrt.server.worker.platforms.tpu_slice import SliceEngines
 from polyxla_xrt.server.worker.security import Security
 from polyxla_xrt.server.worker.service import WorkerServicer

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hmac
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from importlib.metadata import version
 from itertools import islice
 from typing import Any, NoReturn
 
 import grpc
 
+from polyxla.plugin import LOCALHOST
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
+from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
@@ -22,7 +26,6 @@ from polyxla_xrt.protocol.bulk_decoding import Decoded
 from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, format_holder
 from polyxla_xrt.server.worker import glibc_memory
-from polyxla_xrt.server.worker.coordinator import coordinator_address
 from polyxla_xrt.server.worker.incoming_array import MisuseError
 from polyxla_xrt.server.worker.leased_job import AttachedProcess, LeasedJob
 from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, QueueFullError, held
@@ -327,3 +330,25 @@ def _gone() -> PjrtError:
 
 def _stalled(text: str) -> PjrtError:
     return PjrtError(Code.DEADLINE_EXCEEDED, text)
+
+
+def coordinator_address(request: pb.LeaseRequest) -> str:
+    """Return the coordinator of a job's replicas, ``host:port``: the one in the request, or a free port here.
+
+    The first worker of a job chooses it, and the request to the others contains it.
+
+    Raises:
+        ValueError: the requested address is not ``host:port``.
+        OSError: the requested host is not an address of this machine.
+        TypeError: the requested host contains a null character.
+    """
+    if request.coordinator:
+        host, _, port = request.coordinator.rpartition(":")
+        if not (host and port.isdecimal() and host.isprintable()):
+            raise ValueError("the coordinator is not host:port")
+        return request.coordinator
+    host = request.host if request.workers > 1 else LOCALHOST
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family)) as probe:
+        probe.bind((host, 0))
+        return join_address(host, probe.getsockname()[1])

@@ -22,10 +22,9 @@ from polyxla_bridge.programs.compile_options import without_texts
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
-from polyxla_xrt.protocol.chunks import chunks
+from polyxla_xrt.protocol.channels import chunks
 from polyxla_xrt.protocol.worker import MAX_PROGRAM_BYTES
 from polyxla_xrt.server.worker.incoming_array import IncomingArray, MisuseError, array_type, size_of
-from polyxla_xrt.server.worker.memory_budget import MemoryBudget
 
 MAX_FAILURE_CHARS = 16_384
 """Maximum length of a failure's text: compiler errors have any length, and answers share messages."""
@@ -379,3 +378,38 @@ def _broken(type_: ArrayType, device: EngineDevice, error: BaseException) -> Buf
     value: Future[Any] = Future()
     value.set_exception(error)
     return Buffer(type_, device, value)
+
+
+class MemoryBudget:
+    """Counts the bytes of a job's arrays in all its sessions. Thread-safe.
+
+    Args:
+        limit_bytes: the limit.
+        job: the owner of the job, for messages.
+
+    Attributes:
+        held_bytes: the size of the job's arrays.
+    """
+
+    def __init__(self, limit_bytes: int, job: str) -> None:
+        self._limit_bytes = limit_bytes
+        self._job = job
+        self._lock = threading.Lock()
+        self.held_bytes = 0
+
+    def take(self, size: int) -> str | None:
+        """Count an array, or return why it exceeds the limit."""
+        with self._lock:
+            if self.held_bytes + size > self._limit_bytes:
+                limit, held, more = (number / 2**20 for number in (self._limit_bytes, self.held_bytes, size))
+                return (
+                    f"the job of {self._job} may hold {limit:,.0f} MiB of this worker's memory, holds "
+                    f"{held:,.0f} MiB, and requests {more:,.1f} MiB more"
+                )
+            self.held_bytes += size
+        return None
+
+    def give_back(self, size: int) -> None:
+        """Remove an array from the count."""
+        with self._lock:
+            self.held_bytes -= size

@@ -21,12 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from polyxla import UsageError
 from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.config.own_token import published
-from polyxla_xrt.server.worker import glibc_memory, listeners, process
+from polyxla_xrt.server.worker import glibc_memory, process
 from polyxla_xrt.server.worker.platforms.engines import Served
 from polyxla_xrt.server.worker.platforms.slice_link import link_address
 from polyxla_xrt.server.worker.process import REPLACE, UNOPENED, ServingOptions
@@ -152,7 +153,7 @@ class _Supervisor:
         with ours:
             report, found, _, _ = socket.recv_fds(ours, _MAX_REPORT_BYTES, _MAX_LISTENERS)
         if found:
-            listeners.turn_away(self._listeners)
+            turn_away(self._listeners)
             self._listeners = found
         result: Served | UsageError | None = pickle.loads(report) if report else None
         return result
@@ -171,7 +172,7 @@ class _Supervisor:
             code = process.serve(
                 self._serving,
                 engines,
-                lambda: _report(ready, engines.served, listeners.own_listeners(port)),
+                lambda: _report(ready, engines.served, own_listeners(port)),
             )
         except UsageError as error:
             _report(ready, error)
@@ -243,3 +244,40 @@ def _try(host: str, port: int, option: str) -> tuple[socket.AddressFamily, Any]:
             if taken
             else "Write a name or address of this host, such as 127.0.0.1:8470.",
         ) from None
+
+
+def own_listeners(port: int) -> list[int]:
+    """Return the file descriptors of this process's sockets that listen on a TCP port.
+
+    Args:
+        port: the port.
+    """
+    numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+    return [number for number in numbers if _listens(number, port)]
+
+
+def _listens(number: int, port: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(number)) as found:
+            is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
+            accepts = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return bool(is_tcp and accepts and found.getsockname()[1] == port)
+    except OSError:
+        # Another kind of file, or closed since it was listed, such as the directory's own.
+        return False
+
+
+def turn_away(listeners: Sequence[int]) -> None:
+    """Close the connections that wait in sockets whose process has ended, and the sockets.
+
+    Their clients connect again, and reach the process that listens now.
+
+    Args:
+        listeners: file descriptors of the sockets.
+    """
+    for number in listeners:
+        with socket.socket(fileno=number) as listener:
+            listener.setblocking(False)
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].close()

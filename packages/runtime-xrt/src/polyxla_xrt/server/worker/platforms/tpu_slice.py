@@ -13,8 +13,7 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.worker.platforms.engines import OnStall
 from polyxla_xrt.server.worker.platforms.library import Library, SliceMembers
 from polyxla_xrt.server.worker.platforms.plugin import PluginEngines
-from polyxla_xrt.server.worker.platforms.slice_link import SliceLink
-from polyxla_xrt.server.worker.platforms.slice_progress import SliceProgress
+from polyxla_xrt.server.worker.platforms.slice_link import SliceLink, SliceProgress
 from polyxla_xrt.server.worker.security import Security
 
 

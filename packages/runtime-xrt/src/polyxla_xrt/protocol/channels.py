@@ -1,10 +1,21 @@
-"""The gRPC options of all connections of a job: message sizes, keepalive, reconnection."""
+"""gRPC connections of a job: options for sizes, keepalive and reconnection; and the chunks of messages."""
 
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
 
-from polyxla_xrt.protocol.chunks import CHUNK_BYTES
+CHUNK_BYTES = 1 << 20
+"""Largest chunk of an array, a program or a payload in one message."""
+
+
+def chunks(data: bytes | memoryview) -> Iterator[tuple[memoryview, bool]]:
+    """Yield the chunks of `data`, each with whether it is the last. Empty data yields one empty chunk."""
+    view = memoryview(data)
+    last = max(len(view) - 1, 0) // CHUNK_BYTES
+    for number in range(last + 1):
+        yield view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], number == last
+
 
 Options = tuple[tuple[str, int], ...]
 
