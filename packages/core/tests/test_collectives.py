@@ -226,4 +226,4 @@ def test_tensors_of_one_dtype_are_averaged_in_few_collectives(monkeypatch: pytes
 
     consistency.average_in_place(tensors, add_up, 4)
     assert added == [(2,), (7,), (9,)]
-    assert [one.tolist() for one in tensors] == [[[0.5] * 3] * 2, [2.0, 2.0], 3.0, [0.0] * 9]
+    assert [tensor.tolist() for tensor in tensors] == [[[0.5] * 3] * 2, [2.0, 2.0], 3.0, [0.0] * 9]

@@ -84,8 +84,8 @@ def test_an_optimizer_made_before_holds_the_moved_parameters() -> None:
         module = _Net(1.0)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
         replica.setup(module, optimizer)
-        held = [id(one) for group in optimizer.param_groups for one in group["params"]]
-        return held == [id(one) for one in module.parameters()]
+        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        return held == [id(parameter) for parameter in module.parameters()]
 
     assert _everywhere(train, 1) == [True]
 

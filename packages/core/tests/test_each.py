@@ -43,7 +43,9 @@ def _each(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_program_runs_in_every_replica_with_torchruns_variables(way: str) -> None:
     done = _each("--devices", "2", SCRIPT, way, "--each")
     assert (done.returncode, done.stderr) == (0, "")
-    first, second = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda one: one[2][0])
+    first, second = sorted(
+        (json.loads(line) for line in done.stdout.splitlines()), key=lambda report: report[2][0]
+    )
     port = first[2][-1]
     assert port.isdecimal()
     for rank, (name, arguments, seen, joined, typed) in enumerate([first, second]):
@@ -134,3 +136,29 @@ def test_replicas_that_share_a_process_are_refused() -> None:
     (error,) = errors
     assert isinstance(error, UsageError)
     assert "puts several replicas into a process" in str(error)
+
+
+def test_devices_are_discovered_once_by_the_command_and_once_in_the_program(
+    install_plugin: PluginInstaller, tmp_path: Path
+) -> None:
+    looks = 'open("looks", "a").write(f"{os.getpid()} ")\n    '
+    code = (PROGRAMS / "bare_runtime.py").read_text()
+    code = code.replace("    devices = tuple(", f"    {looks}devices = tuple(").replace(
+        "from typing", "import os\nfrom typing", 1
+    )
+    install_plugin("counted", code)
+    (tmp_path / "script.py").write_text(
+        "from polyxla import launch\n"
+        "print(launch(lambda replica: replica.ordinal), launch(lambda replica: 'again', devices=1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "polyxla", "run", "--runtime", "counted", "--devices", "2", "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("[0, 1] ['again']\n", "")
+    # The second launch looks again: the devices may have changed.
+    assert len((tmp_path / "looks").read_text().split()) == 3

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from polyxla import UsageError
 from polyxla.env import Setting, from_environ
 from polyxla.plugin import env
 
@@ -87,3 +88,18 @@ def test_a_snapshot_survives_a_variable_that_a_thread_removes(monkeypatch: pytes
 
     monkeypatch.setattr(os, "environ", Changing(KEPT="yes", REMOVED="soon"))
     assert env.snapshot() == {"KEPT": "yes"}
+
+
+@pytest.mark.parametrize("text", ["yes", "[1]", '{"POLYXLA_DEVICES=4": 4}'], ids=["text", "list", "number"])
+def test_origins_that_polyxla_run_has_not_written_are_an_error(text: str) -> None:
+    with pytest.raises(UsageError, match="POLYXLA_RUN is not a JSON object of texts") as caught:
+        from_environ({"POLYXLA_DEVICES": "4", "POLYXLA_RUN": text})
+    assert f"POLYXLA_RUN={text}" in str(caught.value)
+    assert from_environ({"POLYXLA_RUN": text}).devices.value == "auto", "nothing asks for an origin"
+
+
+def test_an_empty_list_of_origins_names_the_variables() -> None:
+    for text in ("", "{}"):
+        assert (
+            from_environ({"POLYXLA_DEVICES": "4", "POLYXLA_RUN": text}).devices.origin == "POLYXLA_DEVICES=4"
+        )

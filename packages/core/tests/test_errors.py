@@ -49,10 +49,10 @@ def test_every_advised_package_exists() -> None:
     assert len(advised) >= 4
     for name in {*advised, "polyxla-runtime-xrt"}:
         directories = shlex.split(pip_install(name))[2:]
-        assert [one for one in directories if not (ROOT / one / "pyproject.toml").is_file()] == []
+        assert [path for path in directories if not (ROOT / path / "pyproject.toml").is_file()] == []
 
 
 def test_no_other_line_advises_to_install_a_package_of_ours() -> None:
     assert SOURCES
     lines = [(path.name, line) for path in SOURCES for line in path.read_text().splitlines()]
-    assert [one for one in lines if re.search(r"pip install ['\"]?(polyxla|\./packages)", one[1])] == []
+    assert [line for line in lines if re.search(r"pip install ['\"]?(polyxla|\./packages)", line[1])] == []

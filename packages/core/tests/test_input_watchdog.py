@@ -36,8 +36,8 @@ def start(cancelled: threading.Event) -> Iterator[Start]:
         return started[-1]
 
     yield begin
-    for one in started:
-        one.close()
+    for watchdog in started:
+        watchdog.close()
 
 
 def test_a_stalled_wait_is_reported_and_then_ended(
@@ -124,4 +124,4 @@ def test_a_hang_outside_the_program_is_reported_as_such(start: Start, cancelled:
 def test_the_watchdog_ends_when_it_is_closed(start: Start) -> None:
     watchdog = start(LONG_S)
     watchdog.close()
-    assert "polyxla-input" not in [one.name for one in threading.enumerate()]
+    assert "polyxla-input" not in [thread.name for thread in threading.enumerate()]

@@ -50,7 +50,7 @@ def test_the_result_is_the_same_and_the_groups_are_restored() -> None:
             parameter.grad = torch.sin(torch.arange(50.0) + step)
             with factors_as_inputs(made, tensors) if made is guarded else contextlib.nullcontext():
                 made.step()
-    assert [one.item() for one in uploaded] == [torch.tensor(1 - 1e-5).item(), 1.0]
+    assert [tensor.item() for tensor in uploaded] == [torch.tensor(1 - 1e-5).item(), 1.0]
     assert plain.state_dict()["param_groups"] == guarded.state_dict()["param_groups"]
     assert type(guarded.param_groups[0]["betas"][1]) is float
     torch.testing.assert_close(

@@ -285,13 +285,13 @@ class _WrongArgument:
 def test_each_listener_is_registered_only_once(install_plugin: PluginInstaller) -> None:
     install_plugin("toy", TOY)
     manager = load_plugins("toy")
-    one = _Listener()
+    listener = _Listener()
     before = len(manager.get_plugins())
-    manager.register(one)
+    manager.register(listener)
     manager.register(_Listener())
     assert len(manager.get_plugins()) == before + 2
     with pytest.raises(BrokenPluginError, match="listener '_Listener' is registered already"):
-        manager.register(one)
+        manager.register(listener)
 
 
 def test_a_misspelt_listener_is_refused(install_plugin: PluginInstaller) -> None:

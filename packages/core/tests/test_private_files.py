@@ -31,7 +31,7 @@ def test_it_is_made_in_the_home_directory_and_only_the_user_can_enter_it(tmp_pat
         os.umask(before)
     assert found == tmp_path / "home" / ".local" / "state" / "polyxla" / "private"
     assert (mode(found), mode(found / "file"), (found / "file").read_bytes()) == (0o700, 0o600, b"content")
-    assert [one.name for one in found.iterdir()] == ["file"]
+    assert [file.name for file in found.iterdir()] == ["file"]
     assert (
         private_directory({"XDG_STATE_HOME": str(tmp_path), "HOME": "/"}) == tmp_path / "polyxla" / "private"
     )

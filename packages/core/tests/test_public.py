@@ -54,7 +54,7 @@ def test_every_export_has_a_docstring() -> None:
 
 def test_every_error_is_exported_and_a_polyxla_error() -> None:
     found = [value for value in vars(errors).values() if inspect.isclass(value)]
-    kinds = [one for one in found if one.__module__ == errors.__name__]
+    kinds = [kind for kind in found if kind.__module__ == errors.__name__]
     assert all(issubclass(kind, polyxla.PolyxlaError) for kind in kinds)
     assert {kind.__name__ for kind in kinds} <= set(polyxla.__all__)
 

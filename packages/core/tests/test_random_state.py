@@ -40,7 +40,7 @@ def test_one_seed_reaches_every_generator_of_the_process() -> None:
     polyxla.seed_everything(5)
     assert _draw() == first
     polyxla.seed_everything(6)
-    assert all(one != other for one, other in zip(_draw(), first, strict=True))
+    assert all(mine != other for mine, other in zip(_draw(), first, strict=True))
 
 
 def test_a_large_seed_is_shortened_for_numpy_only() -> None:
@@ -83,10 +83,10 @@ def test_seeding_a_replica_seeds_its_device() -> None:
         replica.seed_everything(9)
         return _draw(), replica.rng_state()["device"], replica.data_seed
 
-    [one] = _everywhere(seeded, 1)
-    assert _everywhere(seeded, 1) == [one]
-    assert one[2] == 9, "the order of records is the same in every replica"
-    assert one[1] != 9
+    [drawn] = _everywhere(seeded, 1)
+    assert _everywhere(seeded, 1) == [drawn]
+    assert drawn[2] == 9, "the order of records is the same in every replica"
+    assert drawn[1] != 9
 
 
 def test_replicas_that_share_a_process_seed_it_once() -> None:

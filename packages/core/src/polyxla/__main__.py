@@ -9,6 +9,7 @@ from polyxla.console import end_interrupted
 
 def main() -> None:
     """Run the command; Ctrl-C ends it with one line, also while its modules are imported."""
+    # Installed before the imports below, which take most of the command's time.
     signal.signal(signal.SIGINT, lambda *_: end_interrupted())
     from polyxla.cli.app import main as run
 

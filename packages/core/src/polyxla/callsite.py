@@ -104,6 +104,7 @@ def location(code: CodeType, line: int | None = None) -> str:
 
 def short(file: str) -> str:
     """Return a path relative to the working directory if it is below it."""
+    # Users recognise the files of their own project by the relative path.
     path = Path(file)
     try:
         here = Path.cwd()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -116,12 +117,32 @@ def from_environ(
 
 
 def setting(environ: Mapping[str, str], name: str, default: str | None) -> Setting:
-    """Return a variable's value, or the default if it is unset or empty."""
+    """Return a variable's value, or the default if it is unset or empty.
+
+    Raises:
+        UsageError: `POLYXLA_RUN` is not what ``polyxla run`` sets.
+    """
     # An empty variable counts as unset: `NAME= command` is how shells unset one for a command.
     if text := environ.get(name):
         assigned = f"{name}={text}"
-        return Setting(text, json.loads(environ.get(POLYXLA_RUN, "{}")).get(assigned, assigned))
+        return Setting(text, _origins(environ.get(POLYXLA_RUN) or "{}").get(assigned, assigned))
     return Setting(default, "default")
+
+
+@functools.lru_cache(maxsize=1)
+def _origins(text: str) -> Mapping[str, str]:
+    """Read the origins in a value of `POLYXLA_RUN`."""
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        origins = None
+    if not isinstance(origins, dict) or not all(isinstance(origin, str) for origin in origins.values()):
+        raise UsageError(
+            f"{POLYXLA_RUN} is not a JSON object of texts",
+            where=f"{POLYXLA_RUN}={text}",
+            fix="Unset it: `polyxla run` sets it for its program.",
+        )
+    return origins
 
 
 def timeout_s(environ: Mapping[str, str], name: str) -> float:

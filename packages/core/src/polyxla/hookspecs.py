@@ -89,7 +89,7 @@ def polyxla_environment(
 
 
 @hookspec
-def polyxla_prepare(environ: Mapping[str, str]) -> None:
+def polyxla_prepare(environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]) -> None:
     """Start slow preparations for a launch in the background, such as a fork server.
 
     Called on the chosen runtime by ``polyxla run``, in the program's process, before its first line. It must
@@ -97,6 +97,8 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 
     Args:
         environ: this process's environment, including the variables of `polyxla_environment`.
+        discovery: this runtime's answer to `polyxla_discover_devices` there.
+        devices: indices of the devices that the environment asks for.
     """
 
 

@@ -150,6 +150,7 @@ class PluginManager(pluggy.PluginManager):
         where = where or kind.__module__
         try:
             registered = super().register(plugin, name)
+            # Checked with each plugin, so that the error names the one that is wrong.
             self.check_pending()
         except ValueError as error:
             raise BrokenPluginError(
@@ -158,7 +159,7 @@ class PluginManager(pluggy.PluginManager):
                 fix="If two plugins have this name, uninstall one; add each listener only once.",
             ) from error
         except pluggy.PluginValidationError as error:
-            # Otherwise check_pending would blame every later plugin for this one's unknown hook.
+            # Unregister it, because check_pending would blame every later plugin for its unknown hook.
             if self.is_registered(plugin):
                 self.unregister(plugin)
             raise BrokenPluginError(
@@ -193,13 +194,14 @@ def load_plugins(runtime: str, origin: str = "default") -> PluginManager:
     """
     entry = find_runtime(runtime, origin)
     manager = load_runtime(entry)
+    # A third party's runtime is not one of our distributions, but its frames are not the user's either.
     callsite.add_runtime(entry.points[0].module)
     for point in _entry_points(PLUGINS):
         what = f"plugin {point.name!r}"
         try:
             plugin = _import(point, what)
         except BrokenPluginError as error:
-            # Once per process, because every replica loads the plugins.
+            # Said once: every replica of this process loads the plugins.
             say_once(f"left out: {error}")
             continue
         manager.register(plugin, what, _distribution(point))
@@ -217,7 +219,9 @@ def load_everything() -> PluginManager:
     manager = PluginManager()
     runtimes = runtime_entries().values()
     loads = [(f"runtime {entry.name!r}", entry.distribution, entry.load) for entry in runtimes]
-    loads += [(f"plugin {one.name!r}", _distribution(one), one.load) for one in _entry_points(PLUGINS)]
+    loads += [
+        (f"plugin {point.name!r}", _distribution(point), point.load) for point in _entry_points(PLUGINS)
+    ]
     for what, distribution, load in loads:
         # A third-party module may raise anything when it is imported.
         with contextlib.suppress(Exception):
@@ -243,6 +247,7 @@ def plugin_problems() -> list[str]:
 
 def _entry_points(group: str) -> tuple[importlib.metadata.EntryPoint, ...]:
     """Return a group's entry points, sorted. A distribution found twice on the path counts once."""
+    # An editable installation may be on the path twice.
     unique = {(point.name, point.value, _distribution(point)): point for point in entry_points(group)}
     return tuple(unique[key] for key in sorted(unique))
 
@@ -287,6 +292,7 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return a warning for each variable with the prefix that neither the core nor a plugin declares."""
     known = set(constants(env))
     found = {name for name in environ if name.upper().startswith(PREFIX)}
+    # Plugins are loaded only if something is left to explain: loading takes time at every start.
     if not found <= known:
         known.update(*load_everything().hook.polyxla_variables())
     return tuple(_warning(name, known) for name in sorted(found - known))

@@ -129,6 +129,28 @@ def select(environ: Mapping[str, str], runtime: Setting, accelerator: str = "aut
     return replace(chosen, warnings=(*chosen.warnings, *unknown)) if unknown else chosen
 
 
+def prepare_selection(environ: Mapping[str, str], selection: Selection) -> None:
+    """Keep the selection that was made in this process before the program's first line, for `select_once`."""
+    _prepared[:] = [(dict(environ), selection)]
+
+
+def select_once(environ: Mapping[str, str], runtime: Setting, accelerator: str = "auto") -> Selection:
+    """Return the selection that ``polyxla run`` has prepared for these arguments, else that of `select`.
+
+    Only the first launch may use it: later ones look for devices again, which may have changed.
+    """
+    if _prepared:
+        known, selection = _prepared.pop()
+        is_asked = (selection.runtime, selection.reason) == (runtime.value, runtime.origin)
+        if is_asked and accelerator == "auto" and known == environ:
+            return selection
+    return select(environ, runtime, accelerator)
+
+
+_prepared: list[tuple[Mapping[str, str], Selection]] = []
+"""At most one, with the environment that it was made in."""
+
+
 def choose(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> Selection:
     """Choose among the candidates by their claims.
 
@@ -136,6 +158,7 @@ def choose(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> Selec
         UsageError: no candidate claims this environment, the strongest claim is not unique, or the winner
             cannot be used.
     """
+    # An explicit claim wins over a missing runtime; below that, a variable that asks for one is an error.
     missing = _find_missing(candidates, environ)
     ranked = sorted(candidates, key=lambda candidate: -candidate.claim)
     if not ranked or ranked[0].claim < Claim.EXPLICIT:
@@ -145,7 +168,7 @@ def choose(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> Selec
     winner, others = ranked[0], ranked[1:]
     if others and others[0].claim is winner.claim:
         raise _equal_claims(winner, others[0])
-    # The user set nothing that an error could name as the origin of a fallback.
+    # A fallback has no origin that an error could name: the user has set nothing.
     discovery = _usable(winner, _reason(winner) if winner.claim >= Claim.CONFIGURED else None)
     return Selection(
         runtime=winner.name,
@@ -187,7 +210,7 @@ def _check_missing(missing: Mapping[str, Setting], candidates: Sequence[Candidat
     """
     for name, asked in missing.items():
         find_runtime(name, asked.origin)
-        raise next(one.error for one in candidates if one.name == name and one.error)
+        raise next(other.error for other in candidates if other.name == name and other.error)
 
 
 def _reason(candidate: Candidate) -> str:
@@ -195,7 +218,7 @@ def _reason(candidate: Candidate) -> str:
 
 
 def _no_claim(candidates: Sequence[Candidate]) -> RuntimeUnavailableError:
-    seen = "; ".join(f"{one.name}: {one.why_not or 'not asked for'}" for one in candidates)
+    seen = "; ".join(f"{candidate.name}: {candidate.why_not or 'not asked for'}" for candidate in candidates)
     return RuntimeUnavailableError(
         f"no runtime can be chosen ({seen or 'none is installed'})",
         fix=f"Install one, such as: {pip_install('polyxla-runtime-pjrt')}"
@@ -204,9 +227,9 @@ def _no_claim(candidates: Sequence[Candidate]) -> RuntimeUnavailableError:
     )
 
 
-def _equal_claims(one: Candidate, other: Candidate) -> RuntimeUnavailableError:
+def _equal_claims(first: Candidate, second: Candidate) -> RuntimeUnavailableError:
     return RuntimeUnavailableError(
-        f"runtimes {one.name!r} ({_reason(one)}) and {other.name!r} ({_reason(other)}) "
+        f"runtimes {first.name!r} ({_reason(first)}) and {second.name!r} ({_reason(second)}) "
         "claim this environment equally",
         fix=f"Name one with --runtime or {POLYXLA_RUNTIME}.",
     )
@@ -215,7 +238,7 @@ def _equal_claims(one: Candidate, other: Candidate) -> RuntimeUnavailableError:
 def _warnings(
     winner: Candidate, others: Sequence[Candidate], missing: Mapping[str, Setting]
 ) -> tuple[str, ...]:
-    rivals = {one.name: _reason(one) for one in others if one.claim >= Claim.CONFIGURED}
+    rivals = {other.name: _reason(other) for other in others if other.claim >= Claim.CONFIGURED}
     rivals |= {name: asked.origin for name, asked in missing.items()}
     conflicts = [
         f"{reason} asks for runtime {name!r} and {_reason(winner)} for {winner.name!r}: "
@@ -224,8 +247,9 @@ def _warnings(
     ]
     broken = [f"left out: {other.error}" for other in others if other.error]
     # A runtime that nothing asks for, or that cannot run, may know the reason, such as a misspelt variable.
-    unused = [one for one in others if one.claim is Claim.NONE or one.why_not]
-    notes = [note for one in (winner, *unused) if one.discovery for note in one.discovery.notes]
+    unused = [other for other in others if other.claim is Claim.NONE or other.why_not]
+    found = [candidate.discovery for candidate in (winner, *unused) if candidate.discovery]
+    notes = [note for discovery in found for note in discovery.notes]
     return (*conflicts, *broken, *notes)
 
 
@@ -246,6 +270,7 @@ def pick_devices(
     if asked.value == "auto":
         return tuple(device.index for device in devices)
     value = _parse(asked)
+    # Larger requests make devices; smaller ones choose among those that exist, and are checked below.
     if growable and (count := _count_to_make(value, len(devices))):
         return tuple(range(count))
     if isinstance(value, int):
@@ -266,7 +291,7 @@ def _parse(asked: Setting) -> int | list[Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:  # raised also for a number with more digits than Python converts
+        except ValueError:  # Python refuses to convert very long numbers, with the same error
             raise _unreadable(asked) from None
     if isinstance(value, tuple | range):
         value = list(value)
@@ -355,7 +380,7 @@ def find_precision(plugins: pluggy.PluginManager, asked: Setting) -> Precision:
 
 
 def _given_policy(asked: Setting) -> Precision:
-    # The class of a policy has the method as well, but is not a policy.
+    # The class of a policy also has the method, but is not a policy.
     if isinstance(asked.value, type) or not hasattr(asked.value, "forward_context"):
         raise UsageError(
             "precision is neither a policy's name nor a policy",

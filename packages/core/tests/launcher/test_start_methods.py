@@ -66,7 +66,7 @@ def test_variables_of_preloaded_modules_stay_unless_overridden(
     environs = [{**shared, "MINE": "0"}, {**shared, "MINE": "1"}]
     found = run_processes(job, [0, 1], environs, method="forkserver", preload=["setter"])
     # MINE of the first is what the server itself was started with, so the import's value is newer.
-    values = [(one.ordinal, one.value) for one in found]
+    values = [(result.ordinal, result.value) for result in found]
     assert values == [(0, ("import", "import", "import")), (1, ("import", "import", "1"))]
 
 

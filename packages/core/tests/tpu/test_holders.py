@@ -71,7 +71,7 @@ def test_the_process_with_libtpus_lock_file_is_naming_holders(dev: Path, hold: H
     lock = dev.parent / "lock"
     lock.touch()
     holder = hold(lock)
-    assert [(one.pid, one.files) for one in find(dev)] == [(holder.pid, (str(lock),))]
+    assert [(found.pid, found.files) for found in find(dev)] == [(holder.pid, (str(lock),))]
     # A file that nobody has open stays behind after every job.
     holder.kill()
     holder.wait(timeout=30)
@@ -83,7 +83,7 @@ def test_other_files_and_other_processes_are_left_out(dev: Path, hold: Hold) -> 
     own_replica = hold(dev / "accel0")
     with (dev / "accel1").open():
         assert find(dev, but=[own_replica.pid]) == ()
-    assert [one.pid for one in find(dev)] == [own_replica.pid]
+    assert [found.pid for found in find(dev)] == [own_replica.pid]
 
 
 def test_processes_that_cannot_be_read_are_left_out(dev: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_command_is_one_line_that_a_terminal_does_not_obey(dev: Path, tmp_path
 
 def test_the_calling_process_is_never_naming_holders(dev: Path) -> None:
     with (dev / "accel0").open():
-        assert os.getpid() not in [one.pid for one in find(dev)]
+        assert os.getpid() not in [found.pid for found in find(dev)]
 
 
 @pytest.mark.parametrize("text", ["The TPU is already in use by process with pid 1.", "Couldn't open device"])

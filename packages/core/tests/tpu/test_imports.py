@@ -8,7 +8,7 @@ import sys
 CODE = """
 import importlib, pkgutil, sys
 import polyxla.tpu
-names = [one.name for one in pkgutil.walk_packages(polyxla.tpu.__path__, "polyxla.tpu.")]
+names = [module.name for module in pkgutil.walk_packages(polyxla.tpu.__path__, "polyxla.tpu.")]
 names = [name for name in names if not name.startswith("polyxla.tpu.xla")]
 assert len(names) > 15
 for name in names:

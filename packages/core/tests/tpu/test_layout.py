@@ -12,6 +12,6 @@ def test_ordinals_count_through_threads_then_processes_then_hosts() -> None:
     assert [world.local_ordinal for world in worlds] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert [world.process_index for world in worlds] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [world.host_index for world in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert {(one.world_size, one.local_world_size, one.process_count, one.host_count) for one in worlds} == {
-        (8, 4, 4, 2)
-    }
+    assert {
+        (world.world_size, world.local_world_size, world.process_count, world.host_count) for world in worlds
+    } == {(8, 4, 4, 2)}

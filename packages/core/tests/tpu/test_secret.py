@@ -14,7 +14,7 @@ def test_each_launch_on_one_host_has_its_own(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "A": "1"}
     made = [with_secret(environ) for _ in range(2)]
     assert made[0][POLYXLA_SECRET] != made[1][POLYXLA_SECRET]
-    assert [one["A"] for one in made] == ["1", "1"]
+    assert [environ["A"] for environ in made] == ["1", "1"]
     assert not list(tmp_path.iterdir()), "nothing is written for it"
 
 

@@ -152,8 +152,10 @@ def test_chosen_chips_are_spread_over_the_processes() -> None:
     assert {v["TPU_PROCESS_BOUNDS"] for v in found} == {"1,2,1"}
 
 
-@pytest.mark.parametrize(("one", "other"), [([0, 1], [2, 3]), ([0, 2], [1, 3]), ([0], [1, 3]), ([3, 1], [0])])
-def test_jobs_on_different_chips_of_a_host_have_different_ports(one: list[int], other: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [([0, 1], [2, 3]), ([0, 2], [1, 3]), ([0], [1, 3]), ([3, 1], [0])]
+)
+def test_jobs_on_different_chips_of_a_host_have_different_ports(first: list[int], second: list[int]) -> None:
     def ports(chips: list[int]) -> list[str]:
         bounds = Bounds((1, 1, 1), (1, len(chips), 1))
         found = process_environments(accelerator("v4-8"), bounds=bounds, chips=chips)
@@ -161,8 +163,8 @@ def test_jobs_on_different_chips_of_a_host_have_different_ports(one: list[int], 
         assert {v["TPU_PROCESS_ADDRESSES"] for v in found} == {",".join(f"localhost:{port}" for port in own)}
         return own
 
-    assert ports(one) == [str(8476 + chip) for chip in one]
-    assert not set(ports(one)) & set(ports(other))
+    assert ports(first) == [str(8476 + chip) for chip in first]
+    assert not set(ports(first)) & set(ports(second))
 
 
 def test_the_ports_of_several_hosts_do_not_depend_on_the_chips() -> None:

@@ -51,9 +51,9 @@ def polyxla_environment(
 
 
 @hookimpl
-def polyxla_prepare(environ: Mapping[str, str]) -> None:
+def polyxla_prepare(environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]) -> None:
     """Start the fork server, which imports torch_xla while the program does."""
-    plan = pjrt.requested_plan(environ)
+    plan = plan_for(environ, discovery.kind, devices)
     # torchrun's processes are the replicas, and a single replica runs in this process: neither needs a fork.
     if plan and torchrun.process_count(environ) is None:
         running_fork_server(environ, preload(on_chips=not plan.is_bridged))

@@ -48,9 +48,9 @@ def polyxla_environment(
 
 
 @hookimpl
-def polyxla_prepare(environ: Mapping[str, str]) -> None:
+def polyxla_prepare(environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]) -> None:
     """Start the fork server, which imports torch and TorchTPU while the program does."""
-    plan = torchtpu.requested_plan(environ)
+    plan = plan_for(environ, discovery.kind, devices)
     if torchrun.process_count(environ) is None and plan.layout.replicas > 1:
         prepared = plan.process_environments(environ, os.cpu_count() or 1)[0]
         running_fork_server(prepared, preload(on_chips=plan.emulated is None))

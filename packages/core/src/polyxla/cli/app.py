@@ -74,6 +74,7 @@ def main() -> None:
             # A command must not fail because a terminal cannot show an arrow, or the name of a file.
             stream.reconfigure(errors="backslashreplace")
     try:
+        # Runtimes that are not chosen may add commands as well, so everything is loaded.
         load_everything().hook.polyxla_add_commands(app=app)
     except PolyxlaError as error:
         say(f"the commands of plugins are left out: {error}")
@@ -214,6 +215,7 @@ def _refuse_others(args: list[str]) -> None:
     if name not in OTHERS:
         return
     launcher, here = OTHERS[name]
+    # Both spellings, --option=value and --option value, are answered with the user's own number.
     given = value or (args[1] if len(args) > 1 else "")
     fix = "For several hosts, write polyxla pod." if here is None else f"Write {here.format(given)}."
     if here and here.startswith("--devices"):

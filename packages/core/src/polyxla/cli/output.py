@@ -27,6 +27,7 @@ def plain_errors(as_json: bool) -> Iterator[None]:
         say(f"error: {error}")
         if as_json:
             print_json(described(error))
+        # typer would print a traceback of any other exception.
         raise typer.Exit(error.exit_code) from None
 
 

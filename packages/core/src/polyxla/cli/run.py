@@ -18,11 +18,11 @@ from polyxla.cli import script
 from polyxla.contracts.job import Job, ReplicaResult
 from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
-from polyxla.launcher.launch import Membership, child_environment, connected, memberships, select_devices
+from polyxla.launcher.launch import Membership, connected, make_choices, memberships, run_job
 from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla.launcher.start_methods import prepared_processes
 from polyxla.plugin_manager import load_plugins
-from polyxla.selection import Selection, find_precision, select
+from polyxla.selection import Selection, select
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,18 @@ def make_run_plan(
     Raises:
         UsageError: the program does not exist, or the runtime, devices, precision or wait cannot be used.
     """
+    # The cheapest checks come first, because discovery may ask a metadata server.
     _check_program(program)
     _check_wait(settings.wait_s)
     selection = select(environ, settings.runtime)
-    devices = select_devices(settings.devices, selection)
-    plugins = load_plugins(selection.runtime)
-    find_precision(plugins, settings.precision)
-    variables = dict(child_environment(plugins, environ, selection, devices))
+    chosen = make_choices(selection, environ, settings)
+    variables = dict(chosen.variables)
     variables[env.POLYXLA_RUNTIME] = selection.runtime
-    chosen = "polyxla run, which chose it" if selection.implicit else selection.reason
-    origins = {f"{env.POLYXLA_RUNTIME}={selection.runtime}": chosen}
+    origin = "polyxla run, which chose it" if selection.implicit else selection.reason
+    origins = {f"{env.POLYXLA_RUNTIME}={selection.runtime}": origin}
     texts = {
         # Set for --devices auto as well, which must win over the variable.
-        env.POLYXLA_DEVICES: (settings.devices, json.dumps(list(devices))),
+        env.POLYXLA_DEVICES: (settings.devices, json.dumps(list(chosen.devices))),
         env.POLYXLA_PRECISION: (settings.precision, str(settings.precision.value)),
         env.POLYXLA_WAIT_S: (settings.wait_s, str(settings.wait_s.value)),
     }
@@ -86,7 +85,7 @@ def make_run_plan(
             variables[name] = text
             origins[f"{name}={text}"] = setting.origin
     command = (sys.executable, "-m", script.__name__, *program)
-    return RunPlan(command, selection, devices, variables, origins, each)
+    return RunPlan(command, selection, chosen.devices, variables, origins, each)
 
 
 def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
@@ -166,18 +165,17 @@ def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
         start_method="forkserver",
         own_processes=True,
     )
-    plugins = load_plugins(job.runtime)
     try:
-        results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
+        run_job(job, load_plugins(job.runtime))
     except Exception as error:
         script.fail(error)
-    plugins.hook.polyxla_launch_finished(summaries={result.ordinal: result.summaries for result in results})
     sys.exit(0)
 
 
 def _run_program(job: Job, place: Any) -> ReplicaResult:
     """Run the program in a replica, whose process is the replica from now on."""
     with connected(job, place, load_plugins(job.runtime)) as replication:
+        # A program owns its process: its module is __main__, and it may install signal handlers.
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 f"runtime {job.runtime!r} puts several replicas into a process, not a program into each",

@@ -15,15 +15,17 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from polyxla import env, xla
 from polyxla.console import end_interrupted, say, say_once
 from polyxla.errors import PolyxlaError, UsageError
+from polyxla.launcher.launch import select_devices
 from polyxla.launcher.messages import RemoteTraceback
 from polyxla.plugin_manager import find_runtime, load_runtime, unknown_variables
+from polyxla.selection import prepare_selection, select
 from polyxla.tracebacks import fold
 
 
@@ -85,16 +87,27 @@ def _prepare() -> int:
     """Prepare launches, and return how many replicas the user asked for."""
     environ = env.snapshot()
     if runtime := environ.get(env.POLYXLA_RUNTIME):
-        load_runtime(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=environ)
+        _prepare_launch(environ, runtime)
         # `polyxla run` has printed these warnings. Say them to nobody, so that the launch does not repeat
         # them.
         with contextlib.redirect_stderr(io.StringIO()):
             for warning in unknown_variables(environ):
                 say_once(warning)
-    # `polyxla run` writes indices. A count or auto comes from the user's own variable, where one replica may
-    # be meant.
+    # `polyxla run` writes every request as indices. Without a request, one device may be meant.
     asked = environ.get(env.POLYXLA_DEVICES, "")
     return len(json.loads(asked)) if asked.startswith("[") else 0
+
+
+def _prepare_launch(environ: Mapping[str, str], runtime: str) -> None:
+    """Let the runtime prepare a launch in the background, and keep its discovery for the first one."""
+    settings = env.from_environ(environ)
+    selection = select(environ, settings.runtime)
+    prepare_selection(environ, selection)
+    load_runtime(find_runtime(runtime, "default")).hook.polyxla_prepare(
+        environ=environ,
+        discovery=selection.discovery,
+        devices=select_devices(settings.devices, selection),
+    )
 
 
 def _replace_first_path(folder: str) -> None:
@@ -110,6 +123,7 @@ def _script(module: ModuleType, path: str) -> CodeType:
         path = os.path.join(path, "__main__.py")
     _replace_first_path(os.path.dirname(os.path.realpath(path)))
     module.__file__ = path
+    # Compiled from bytes, so that an encoding declaration counts.
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     return loader.source_to_code(loader.get_data(path), path)
 

@@ -62,6 +62,7 @@ class World:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            # bool is an int in Python, and True would pass for ordinal 1.
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{field.name}={value!r} is not an integer")
         for name, limit_name in _INDICES.items():

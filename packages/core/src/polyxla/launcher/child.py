@@ -49,7 +49,7 @@ def leave_interrupts_to_launcher() -> None:
     The launching process decides, and passes it on. Processes that the replica starts are interrupted as
     usual.
     """
-    # A function of ours, because a program that a replica starts would inherit SIG_IGN, but not a handler.
+    # Use a handler: SIG_IGN would be inherited by the programs that a replica starts.
     signal.signal(signal.SIGINT, _take_interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Loaders' workers are forks.
@@ -82,6 +82,7 @@ def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = 
         pipe: the child's end.
         adapt: turns the environment that the launching process sent into this process's.
     """
+    # After a crash in C++, the Python stacks are the only trace of what the process did.
     faulthandler.enable()
     try:
         pipe.send(Message("hello"))
@@ -89,6 +90,7 @@ def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = 
     except (EOFError, OSError):
         # It was interrupted while this process started.
         os._exit(failures.PARENT_GONE)
+    # Before the work is loaded: loading imports modules that read all of these.
     env.replace_environ(adapt(setup.environ))
     sys.argv[:], sys.path[:] = setup.argv, setup.path
     os.chdir(setup.directory)
@@ -111,10 +113,12 @@ def serve_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[]
 
 
 def finish(pipe: Connection, work: bytes | Callable[[], Any]) -> None:
-    """Run the work and answer; meanwhile a thread answers the launching process's requests."""
+    """Run the work and answer, while a thread answers the launching process's requests."""
+    # Connect before the work is loaded: loading may take long, and a Ctrl-C must reach this process.
     link = failures.connect(pipe, interrupt)
     answer = _run(work)
     if _is_interrupted.is_set():
+        # Replicas in other threads run their `finally` blocks, too. The answer must still arrive in time.
         deadline = time.monotonic() + failures.INTERRUPT_GRACE_S / 2
         for thread in _replica_threads():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -139,14 +143,18 @@ def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:
         remove_remote_modules()
         return Returned(job.run(place))
     except BaseException as raised:
-        # Not only a replica's function: the program is imported here, too.
+        # It may come from loading the work as well, which imports the program's modules.
         error = tracebacks.as_error(raised, "the replica's process")
         tracebacks.fold(error)
         return failures.explain(Raised(error, "".join(traceback.format_exception(error))))
 
 
 def end_process(code: int, *, takes_apart: bool = True) -> NoReturn:
-    """End this process after its threads and its exit hooks, with all open files written.
+    """End a fork of a prepared process in the order of Python's own end, in a fraction of the time.
+
+    Threads end, exit hooks run, and all open files are written. Python would take all imported modules apart:
+    for torch and JAX that is a second of computing, and a fork copies most of their memory for it. Here, only
+    what has come since the fork is taken apart.
 
     Args:
         code: the exit code.
@@ -161,6 +169,7 @@ def end_process(code: int, *, takes_apart: bool = True) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
+        # C libraries print through buffers of their own.
         ctypes.CDLL(None).fflush(None)
     except Exception:
         code = FLUSH_FAILED
@@ -175,9 +184,9 @@ def _take_apart() -> None:
     sys.modules["__main__"].__dict__.clear()
     gc.collect()
     # Objects that were frozen before the fork are not listed.
-    for one in gc.get_objects():
-        if isinstance(one, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom) and not one.closed:
-            one.flush()
+    for found in gc.get_objects():
+        if isinstance(found, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom) and not found.closed:
+            found.flush()
 
 
 def remove_remote_modules() -> None:

@@ -70,6 +70,7 @@ class ParentLink:
     def send(self, message: Message) -> None:
         """Send a message, unless the launching process is gone."""
         with self._lock, contextlib.suppress(BrokenPipeError):
+            # A launching process that is gone is noticed by `listen`, which ends this process.
             self._pipe.send(message)
 
     def report(self, kind: str, content: str | StallReport) -> None:
@@ -90,7 +91,7 @@ class ParentLink:
                 else:
                     self.report("position", _own.describe())
         except (EOFError, OSError):
-            # Nobody would stop this process or take its result.
+            # Without a launching process, nothing would stop this one or take its result.
             os._exit(PARENT_GONE)
 
 
@@ -101,6 +102,7 @@ def connect(pipe: Connection, interrupt: Callable[[], None]) -> ParentLink:
         pipe: this process's end.
         interrupt: called, in a thread, when the launching process passes on a Ctrl-C.
     """
+    # There is one link in a process: watchdogs in any thread report through it.
     link = _own.link = ParentLink(pipe, interrupt)
     # A fork of the launching process inherits the replicas that ran inline there.
     presence.forget()
@@ -131,6 +133,7 @@ def report_stall(text: str, returned: Iterable[int] = ()) -> None:
     """
     if _own.link is None:
         say(text)
+        # Not sys.exit: this is a watchdog's thread, and the replicas hang in C++.
         os._exit(STALLED)
     _own.link.report("stalled", StallReport(text, tuple(returned)))
 
@@ -149,6 +152,7 @@ def give_up(error: PolyxlaError) -> NoReturn:
         _own.link.send(Message("answer", pack(Raised(error, ""))))
     sys.stdout.flush()
     sys.stderr.flush()
+    # The main thread may never return from C++, so Python's own exit would not come.
     os._exit(error.exit_code)
 
 
@@ -185,6 +189,7 @@ def defer_to_launcher() -> None:
 
 def stacks() -> str:
     """Return the Python stack of each thread of this process that is not the launcher's or a watchdog's."""
+    # Threads that C++ started have frames only while they run Python, and no name.
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
@@ -254,10 +259,12 @@ def lost(suspects: Sequence[ReplicaProcess]) -> ReplicaLostError:
             with it, and the first that was killed is the one to name.
     """
     first = suspects[0]
+    # The pipe closes while the process exits, a moment before its exit code can be read.
     end = first.process.wait(time.monotonic() + STOP_GRACE_S)
     if end is None:
         return ReplicaLostError(f"{first} closed its pipe and hangs")
-    killed = [one for one in suspects if (found := one.process.ended()) and found.code == -signal.SIGKILL]
+    ends = [(suspect, suspect.process.ended()) for suspect in suspects]
+    killed = [suspect for suspect, exit_ in ends if exit_ and exit_.code == -signal.SIGKILL]
     if killed and end.code != -signal.SIGKILL:
         first = killed[0]
     return ReplicaLostError(f"{first} {first.process.ended()} before it returned a result")
@@ -269,19 +276,19 @@ def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:
     Called when a launch fails anyway: the message of a process that has one is discarded. Waits for
     `DEATH_NOTICE_S`, since the pipe of a killed process closes with the last of its threads.
     """
-    remaining = {one.pipe: one for one in processes}
+    remaining = {process.pipe: process for process in processes}
     deadline = time.monotonic() + DEATH_NOTICE_S
     while remaining:
         ready: Any = multiprocessing.connection.wait(list(remaining), max(0.0, deadline - time.monotonic()))
         if not ready:
             return None
         for pipe in ready:
-            one = remaining.pop(pipe)
+            process = remaining.pop(pipe)
             try:
-                if one.receive() is None:
-                    remaining[pipe] = one
+                if process.receive() is None:
+                    remaining[pipe] = process
             except (EOFError, OSError):
-                return lost([one])
+                return lost([process])
     return None
 
 
@@ -293,38 +300,43 @@ def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, report: 
         first: the one that reported the stall.
         report: what it reported.
     """
-    others = [one for one in processes if one is not first and not one.has_answered]
-    for one in others:
+    others = [process for process in processes if process is not first and not process.has_answered]
+    # All are asked before any answer is awaited, so that they share one deadline.
+    for other in others:
         with contextlib.suppress(OSError):
-            one.pipe.send(POSITION)
+            other.pipe.send(POSITION)
     deadline = time.monotonic() + POSITION_WAIT_S
     positions = {report.text: [f"{first} stalls"]}
-    for one in others:
-        positions.setdefault(_position(one, deadline), []).append(str(one))
-    # Those that have returned on another host are known from the report only.
+    for other in others:
+        positions.setdefault(_position(other, deadline), []).append(str(other))
+    # Replicas that have returned on another host are known from the report only.
     known = {ordinal: Position(ordinal, has_returned=True) for ordinal in report.returned}
-    known |= {ordinal: where for one in processes for ordinal, where in one.replicas.items()}
+    for process in processes:
+        known |= process.replicas
     what = report.text.partition("\n")[0]
+    # The bridge reports both by the same way; the text tells a disagreement from a stall.
     if DISAGREE in what:
-        lines = (f"replica {one.ordinal} is at {one.line}" for one in known.values() if one.line)
+        lines = (f"replica {where.ordinal} is at {where.line}" for where in known.values() if where.line)
         return DisagreementError(f"{what[what.index(DISAGREE) :]} ({'; '.join(sorted(lines))})")
+    # Replicas that returned early are the usual reason, and need no stacks to explain.
     if sentence := presence.unequal(known.values(), first.replicas):
         return StalledError(f"{sentence}. {UNEQUAL}")
     for text, names in positions.items():
         say(f"{', '.join(names)}:\n{text}")
-    still = "".join(f". {one} {stopped(one)}" for one in others if is_stopped(one.process.pid))
+    still = "".join(f". {other} {stopped(other)}" for other in others if is_stopped(other.process.pid))
     return StalledError(
         f"{first} waited too long for other replicas: {what}; the position of each process is printed above"
         f"{still}"
     )
 
 
-def stopped(one: ReplicaProcess) -> str:
-    """Say that a process stands still, and what lets such a process go on."""
-    return f"was stopped, by a signal or a debugger (kill -CONT {one.process.pid} continues it)"
+def stopped(process: ReplicaProcess) -> str:
+    """Say that a process is stopped, and how to continue it."""
+    return f"was stopped, by a signal or a debugger (kill -CONT {process.process.pid} continues it)"
 
 
 def _position(process: ReplicaProcess, deadline: float) -> str:
+    # Its pipe may hold older messages, which come before the answer.
     try:
         while process.pipe.poll(max(0.0, deadline - time.monotonic())):
             message = process.receive()

@@ -40,6 +40,7 @@ def main() -> None:
     # A terminal's Ctrl-C reaches every process of the group; the launching process ends the replicas.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # What imports set in the environment belongs to every fork, whose environment replaces this one.
     before = env.snapshot()
     # Nothing that is imported is garbage, and what the collector touches later would be copied in each fork.
     gc.disable()
@@ -54,12 +55,12 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _ending_with(control: socket.socket) -> Iterator[None]:
-    """End this process when the launching process ends meanwhile: imports take up to half a minute."""
+    """End this process if the launching process ends during imports, which take up to half a minute."""
     woken, wakes = socket.socketpair()
 
     def watch() -> None:
         poll = select.poll()
-        # Its end only: requests wait until the imports are done.
+        # Only for its end: requests wait until the imports are done.
         poll.register(control, 0)
         poll.register(woken, select.POLLIN)
         if control.fileno() in dict(poll.poll()):
@@ -70,11 +71,11 @@ def _ending_with(control: socket.socket) -> Iterator[None]:
     try:
         yield
     finally:
-        # No fork may have this thread, nor wait for it.
+        # A fork has only the forking thread, and would wait forever for a lock that this one holds.
         wakes.send(b"\0")
         thread.join()
-        for one in (woken, wakes):
-            one.close()
+        woken.close()
+        wakes.close()
 
 
 def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, str]]) -> NoReturn:
@@ -114,6 +115,7 @@ class _Server:
         """Serve requests until the launching process ends or none arrive; in a fork, return its pipe."""
         requested = time.monotonic()
         while self._numbers or time.monotonic() < requested + IDLE_S:
+            # It never ends before its forks: it must report how each of them ended.
             wait_s = None if self._numbers else max(0.0, requested + IDLE_S - time.monotonic())
             ready, _, _ = select.select([self._control, self._woken], [], [], wait_s)
             if self._woken in ready:
@@ -134,6 +136,7 @@ class _Server:
     def _fork(self, number: int, pipe: Connection) -> Connection | None:
         pid = os.fork()
         if pid == 0:
+            # The fork shares the server's socket, which its own signals must not wake.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             child.leave_interrupts_to_launcher()
@@ -143,11 +146,13 @@ class _Server:
         # Only the fork may hold the pipe, or it would not close with its process.
         pipe.close()
         self._numbers[pid] = number
+        # Reported at once: until then the launching process can signal this server only.
         self._report(number, pid)
         return None
 
     def _reap(self) -> None:
         while self._numbers:
+            # SIGCHLD is sent once for several ends, so all that have ended are reaped.
             pid, status, usage = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 return

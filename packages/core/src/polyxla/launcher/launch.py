@@ -21,7 +21,7 @@ from polyxla.errors import UsageError, pip_install
 from polyxla.plugin_manager import PluginManager, load_everything, load_plugins
 from polyxla.replica.random_state import host_seed
 from polyxla.replica.replica import Replica
-from polyxla.selection import Selection, find_precision, pick_devices, select
+from polyxla.selection import Selection, find_precision, pick_devices, select_once
 from polyxla.tracebacks import Folded
 
 
@@ -72,7 +72,9 @@ def launch(
         how = {"runtime": runtime, "accelerator": accelerator, "devices": devices, "precision": precision}
         with Folded():
             return _launch_on(pod, train_fn, {"args": args, "start_method": start_method, **how})
+    # `polyxla run` reports a program that has launched nothing; a failed launch counts, so record it first.
     xla.launches.append(train_fn)
+    # The environment is read once, so that all later steps agree whatever other threads change.
     environ = env.snapshot()
     settings = env.from_environ(
         environ,
@@ -81,30 +83,27 @@ def launch(
         precision=_given("precision", precision),
     )
     if memberships:
+        # Under ``polyxla run --each`` this process is a replica already.
         return [_join(memberships[0], train_fn, args, settings)]
-    selection = select(environ, settings.runtime, accelerator.lower())
+    selection = select_once(environ, settings.runtime, accelerator.lower())
+    # Announce it before the devices are checked: the choice of the runtime may explain their error.
     announce(selection)
-    indices = select_devices(settings.devices, selection)
-    plugins = load_plugins(selection.runtime)
-    if note := find_precision(plugins, settings.precision).describe():
+    chosen = make_choices(selection, environ, settings)
+    if note := chosen.precision.describe():
         say_once(note)
     job = Job(
         main=run_replica,
         function=train_fn,
         args=tuple(args),
         runtime=selection.runtime,
-        devices=indices,
-        environ=environ | child_environment(plugins, environ, selection, indices),
+        devices=chosen.devices,
+        environ={**environ, **chosen.variables},
         precision=settings.precision,
         start_method=start_method,
         seed=host_seed(),
     )
     with Folded():
-        results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
-    # Replicas are not numbered in the order in which they start: libtpu goes by their chips' coordinates.
-    results = sorted(results, key=lambda result: result.ordinal)
-    plugins.hook.polyxla_launch_finished(summaries={one.ordinal: one.summaries for one in results})
-    return [result.value for result in results]
+        return [result.value for result in run_job(job, chosen.plugins)]
 
 
 def _launch_on(pod: str, function: Any, options: Mapping[str, Any]) -> list[Any]:
@@ -130,10 +129,50 @@ def _join(replica: Membership, function: Any, args: Any, asked: LaunchSettings) 
             where="polyxla run --each",
             fix="Leave runtime and devices out of the launch, or leave --each out.",
         )
+    # The process keeps its device; only the function, its precision and the seed are the launch's own.
     job = replace(whole, function=function, args=tuple(args), precision=asked.precision, seed=host_seed())
     result = call(job, replica.replication, load_plugins(whole.runtime))
     replica.summaries += result.summaries
     return result.value
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a launch, or ``polyxla run``, uses beside the runtime.
+
+    Attributes:
+        devices: indices of the devices.
+        plugins: the runtime and all other plugins.
+        precision: the precision policy.
+        variables: those that a process on the devices needs, by the runtime.
+    """
+
+    devices: tuple[int, ...]
+    plugins: PluginManager
+    precision: Precision
+    variables: Mapping[str, str]
+
+
+def make_choices(selection: Selection, environ: Mapping[str, str], settings: LaunchSettings) -> Choices:
+    """Make every choice that follows the runtime's; nothing is started.
+
+    Raises:
+        UsageError: the devices or the precision cannot be used, or a plugin is broken.
+    """
+    devices = select_devices(settings.devices, selection)
+    plugins = load_plugins(selection.runtime)
+    precision = find_precision(plugins, settings.precision)
+    variables = child_environment(plugins, environ, selection, devices)
+    return Choices(devices, plugins, precision, variables)
+
+
+def run_job(job: Job, plugins: PluginManager) -> list[ReplicaResult]:
+    """Start every replica, wait for all, notify the listeners; return the results in ordinal order."""
+    results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
+    # Replicas are not numbered in the order in which they start: libtpu goes by their chips' coordinates.
+    results = sorted(results, key=lambda result: result.ordinal)
+    plugins.hook.polyxla_launch_finished(summaries={result.ordinal: result.summaries for result in results})
+    return results
 
 
 def announce(selection: Selection) -> None:
@@ -177,8 +216,9 @@ def _check_call(train_fn: Any, args: Any, start_method: str) -> None:
             where="args",
             fix="Write args=(argument,), with the comma even for a single argument.",
         )
+    # Otherwise each replica would raise a TypeError; here it is an error of one line.
     if problem := call_problem(train_fn, (None, *args)):
-        call = ", ".join(["replica", *(_brief(one) for one in args)])
+        call = ", ".join(["replica", *map(_brief, args)])
         name = getattr(train_fn, "__name__", type(train_fn).__name__)
         raise UsageError(
             f"{name} cannot be called as {name}({call}): {problem}",
@@ -198,7 +238,7 @@ def call_problem(function: Callable[..., Any], args: Sequence[Any]) -> str | Non
     try:
         signature = inspect.signature(function)
     except ValueError:
-        # Of a function in C that does not describe its arguments.
+        # Functions in C need not describe their arguments.
         return None
     try:
         signature.bind(*args)
@@ -246,8 +286,10 @@ def describe(ordinal: int | None) -> str:
 def call(job: Job, replication: Replication, plugins: PluginManager) -> ReplicaResult:
     """Call the job's function with a new `Replica`, and notify the listeners."""
     replica = Replica(replication, plugins, find_precision(plugins, job.precision), job.runtime)
+    # Pass a function, because messages read the number at the moment when they are written.
     presence.count_steps(replica.ordinal, lambda: replica.steps)
     failure: BaseException | None = None
+    # torch's seed in the launching process does not reach the device's generator on XLA.
     replica.seed_device(job.seed)
     plugins.hook.polyxla_replica_started(replica=replica)
     try:
@@ -255,6 +297,7 @@ def call(job: Job, replication: Replication, plugins: PluginManager) -> ReplicaR
         summaries = plugins.hook.polyxla_replica_summary(replica=replica)
         return ReplicaResult(replica.ordinal, value, summaries)
     except BaseException as error:
+        # Listeners learn of the error in `polyxla_replica_stopped`, also of KeyboardInterrupt and SystemExit.
         failure = error
         raise
     finally:

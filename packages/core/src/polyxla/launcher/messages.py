@@ -51,8 +51,8 @@ class Message:
 
     Attributes:
         kind: ``hello``, ``replica``, ``answer``, ``stalled`` or ``position``.
-        content: of a replica, its `Position`; of an answer, the packed `Returned` or `Raised`; of a stall,
-            its `StallReport`; otherwise text.
+        content: for ``replica`` its `Position`; for ``answer`` the packed `Returned` or `Raised`; for
+            ``stalled`` its `StallReport`; otherwise text.
     """
 
     kind: str
@@ -158,12 +158,13 @@ def unpack(packed: bytes) -> Any:
 
 def _in_words(answer: Returned | Raised, error: Exception) -> Raised:
     if isinstance(answer, Raised):
+        # Its class may exist in the replica only, so the text stands for it.
         text = "".join(traceback.format_exception_only(answer.error)).strip()
         return Raised(ReplicaFailedError(text), answer.traceback)
-    # One result, or several of replicas in threads.
+    # A process with several replicas in threads answers with a list of results.
     results = answer.value if isinstance(answer.value, list) else [answer.value]
-    values = [one.value for one in results if isinstance(one, ReplicaResult)]
-    culprit = next((one for one in values if not pickles(one)), answer.value)
+    values = [result.value for result in results if isinstance(result, ReplicaResult)]
+    culprit = next((value for value in values if not pickles(value)), answer.value)
     refusal = UsageError(
         f"the function's result ({type(culprit).__name__}) cannot be sent back: {error}",
         where="launch",
@@ -178,6 +179,7 @@ def dumps(value: Any) -> bytes:
     Raises:
         Exception: a part of the value cannot be pickled.
     """
+    # cloudpickle.dumps would use its own pickler, without the reductions below.
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
@@ -213,6 +215,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         ``torch.ops`` and ``torch.backends.cudnn`` are such objects, and cloudpickle sends a function's
         submodules with it. A device's tensor is copied to the host: the other process has no such device.
         """
+        # Exactly torch.Tensor: its subclasses bring their own way of pickling.
         kind = type(value)
         if (kind.__module__, kind.__qualname__) == ("torch", "Tensor") and value.device.type not in _SENT:
             return _as_it_is, (value.detach().cpu().requires_grad_(value.requires_grad),)

@@ -8,7 +8,7 @@ LOCALHOST = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` ports of `LOCALHOST` that the system gives to nobody for a minute.
+    """Return `count` ports of `LOCALHOST` that the system gives to no other socket for a minute.
 
     A server that sets ``SO_REUSEADDR`` can listen there, as gRPC's and torch.distributed's do.
     """

@@ -29,7 +29,7 @@ def is_stopped(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    # The name of the program stands before the state, in parentheses.
+    # The program's name precedes the state, in parentheses, and may contain blanks.
     return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
@@ -75,6 +75,7 @@ class Process(ABC):
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal if it is still alive."""
+        # Reap first: the number of a reaped process may belong to another process by now.
         if self.ended() is None and self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -101,6 +102,6 @@ class OwnProcess(Process):
             if pid:
                 self._end = Exit(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
                 if self._popen:
-                    # Popen would otherwise wait for the child itself, which is reaped already.
+                    # Popen would otherwise wait for the child, which has been reaped here.
                     self._popen.returncode = self._end.code
         return self._end

@@ -54,7 +54,7 @@ class ForkedProcess(Process):
         if self.pid:
             super().signal(number)
         else:
-            # If it is being forked just now, the end of its pipe ends it.
+            # A process that is being forked at this moment is ended by the end of its pipe.
             self._server.process.signal(number)
 
     def ended(self) -> Exit | None:
@@ -75,12 +75,14 @@ class ForkServer:
     """
 
     def __init__(self, environ: Mapping[str, str], preload: Sequence[str]) -> None:
+        # SEQPACKET keeps the boundaries of messages, so that a number arrives with its descriptor.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ready = prepared_processes()
         warm = ready.fork_server(theirs, environ, preload) if ready else None
         cold = [theirs.fileno()], environ, json.dumps(list(preload))
         self.process: Process = warm or _python(fork_server, *cold)
         theirs.close()
+        # `read` is called whenever a process is asked about, and must not wait for news.
         self._control.setblocking(False)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -97,6 +99,7 @@ class ForkServer:
 
     def read(self) -> None:
         """Read the server's reports; never blocks."""
+        # Reports are read by whichever thread asks first.
         with self._lock, contextlib.suppress(OSError):
             while data := self._control.recv(4096):
                 number, pid, *end = json.loads(data)
@@ -107,7 +110,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server, once its processes have ended; at once if it never forked any."""
         if not next(self._numbers):
-            # It may still be importing, and would notice only afterwards that it is not needed.
+            # It may still be importing, and would notice the closed socket only afterwards.
             self.process.signal(signal.SIGTERM)
         self._control.close()
         self.process.wait(time.monotonic() + CLOSE_S)
@@ -121,6 +124,7 @@ def running_fork_server(environ: Mapping[str, str], preload: Sequence[str]) -> F
     """Return this process's fork server that has imported `preload`; start it if there is none."""
     with _servers_lock:
         server = _servers.get(tuple(preload))
+        # It may have been idle for too long, or killed.
         if server and server.process.ended():
             server.close()
             server = None
@@ -142,6 +146,7 @@ def interrupts_blocked() -> Iterator[None]:
 
     The process begins with Ctrl-C blocked, and decides itself when it can take it.
     """
+    # A blocked signal is inherited, so the child also starts with Ctrl-C blocked.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -158,7 +163,9 @@ def _python(
     module: ModuleType, descriptors: Sequence[int], environ: Mapping[str, str], *more: str
 ) -> OwnProcess:
     main = _MAIN.format(module.__name__)
+    # The path comes before any import: polyxla itself may be importable only by it.
     command = [sys.executable, "-c", main, json.dumps(sys.path), json.dumps(descriptors), *more]
+    # Without standard input: replicas that read it would take turns with the program for its lines.
     popen = subprocess.Popen(command, env=dict(environ), pass_fds=descriptors, stdin=subprocess.DEVNULL)
     return OwnProcess(popen.pid, popen)
 

@@ -117,8 +117,10 @@ class Collectives:
         call = f"{call} of {what}" if what else call
         # Another replica may be reading a value that depends on this replica's part of a pending collective.
         self.sync()
+        # The call travels with the payload, so that replicas in different calls are found out at once.
         marked = call.encode() + b"\n" + pickle.dumps(value)
-        found = [one.partition(b"\n") for one in self._replication.rendezvous("polyxla", marked)]
+        payloads = self._replication.rendezvous("polyxla", marked)
+        found = [payload.partition(b"\n") for payload in payloads]
         for other, (theirs, _, _) in enumerate(found):
             if theirs.decode() != call:
                 raise DisagreementError(
@@ -142,7 +144,8 @@ class Collectives:
         self._check_ordinal("source", source)
         call = f"broadcast (source {source})"
         if is_tensor(value):
-            # The tensors alone would meet, and each replica would take another.
+            # Gathering tensors does not compare the calls: with other sources, each replica would return
+            # another value.
             self._gather(call, "a tensor", None)
             return self._replication.all_gather(value)[source]
         return self._gather(call, "an object", value)[source]
@@ -189,13 +192,13 @@ def combine(
         }
         return {key: found[key] for key in value}
     if isinstance(value, list | tuple):
-        items = [combine(one, op, reduce_tensor, gather, f"{path}[{n}]") for n, one in enumerate(value)]
+        items = [combine(item, op, reduce_tensor, gather, f"{path}[{n}]") for n, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return _COMBINE[op](gather(_described(value, path), value))
 
 
 def _described(value: Any, path: str) -> str:
-    # NumPy would stretch an array to the shape of another replica's.
+    # NumPy would broadcast an array to the shape of another replica's.
     array = f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") and hasattr(value, "dtype") else ""
     return " at ".join(filter(None, (array or "an object", path)))
 

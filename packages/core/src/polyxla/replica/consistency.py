@@ -32,6 +32,7 @@ def find_mismatch(replica: Collectives, module: torch.nn.Module) -> str:
         return ""
     named = chain(module.named_parameters(), module.named_buffers())
     mine = {name: _checksum(tensor) for name, tensor in named}
+    # Checksums suffice, and spare a large model's parameters the way between hosts.
     first, *others = replica.all_gather(mine)
     if any(other.keys() != first.keys() for other in others):
         partial = sorted(set(first).union(*others) - set(first).intersection(*others))
@@ -74,13 +75,14 @@ def average_gradients(
     Returns:
         How many of the parameters that can be trained have no gradient in any replica.
     """
-    trained = [one for one in parameters if one.requires_grad or one.grad is not None]
+    # A gradient counts even if training was switched off after the backward pass.
+    trained = [tensor for tensor in parameters if tensor.requires_grad or tensor.grad is not None]
     if not trained:
         return 0
-    missing = [number for number, one in enumerate(trained) if one.grad is None]
+    missing = [number for number, parameter in enumerate(trained) if parameter.grad is None]
     for number in missing:
         trained[number].grad = torch.zeros_like(trained[number])
-    gradients = [one.grad for one in trained if one.grad is not None]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     device, dtype = gradients[0].device, gradients[0].dtype
     # Made on the device: the usual step, in which no gradient is missing, uploads nothing and reads nothing.
     users = torch.ones(len(trained), dtype=dtype, device=device)
@@ -94,6 +96,7 @@ def average_gradients(
     sync()
     shares = users.cpu()
     unused = [number for number in missing if not shares[number]]
+    # None, not zero: an optimizer with momentum or weight decay would move a parameter at a zero gradient.
     for number in unused:
         trained[number].grad = None
     return len(unused)
@@ -109,23 +112,26 @@ def average_in_place(
         add_up: replaces one tensor, of one dimension, by its sum over the replicas; a collective.
         count: number of replicas that add up.
     """
+    # Sorted by dtype, stably: every replica must form the same groups in the same order.
     groups: list[list[torch.Tensor]] = []
     room = -1
-    for tensor in sorted(tensors, key=lambda one: str(one.dtype)):
+    for tensor in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
         room -= tensor.nbytes
         if room < 0 or groups[-1][0].dtype is not tensor.dtype:
             groups.append([])
             room = BUCKET_BYTES - tensor.nbytes
         groups[-1].append(tensor)
     for group in groups:
-        flat = torch.cat([one.reshape(-1) for one in group])
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
         add_up(flat)
         flat /= count
-        means = flat.split([one.numel() for one in group])
-        torch._foreach_copy_(group, [mean.view_as(one) for mean, one in zip(means, group, strict=True)])
+        means = flat.split([tensor.numel() for tensor in group])
+        shaped = [mean.view_as(tensor) for mean, tensor in zip(means, group, strict=True)]
+        torch._foreach_copy_(group, shaped)
 
 
 def _checksum(tensor: torch.Tensor) -> int:
+    # Bytes are compared, because values may be NaN, and some dtypes do not support comparison.
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0
 
@@ -137,7 +143,7 @@ def check_optimizer(replica: Collectives, optimizer: torch.optim.Optimizer) -> N
         UsageError: it holds one.
     """
     parameters = optimizer_parameters(optimizer)
-    here = sum(one.device == replica.device for one in parameters)
+    here = sum(parameter.device == replica.device for parameter in parameters)
     if here < len(parameters):
         raise UsageError(
             f"{here} of the {len(parameters)} parameters of {type(optimizer).__name__} are on "
@@ -154,7 +160,7 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
         UsageError: it is one.
     """
     parameters = optimizer_parameters(optimizer)
-    if all(one.grad is None for one in parameters):
+    if all(parameter.grad is None for parameter in parameters):
         raise UsageError(
             f"none of the {len(parameters)} parameters of {type(optimizer).__name__} has a gradient",
             where="replica.step",
@@ -167,7 +173,7 @@ def check_same(replica: Collectives, optimizer: torch.optim.Optimizer) -> None:
     """Warn when replicas are about to train different parameters. A collective; reads the device."""
     if replica.world_size == 1:
         return
-    mine = [_checksum(one) for one in optimizer_parameters(optimizer)]
+    mine = [_checksum(parameter) for parameter in optimizer_parameters(optimizer)]
     if any(other != mine for other in replica.all_gather(mine)):
         say_once(
             "replicas begin with different parameters, and averaged gradients will not make them equal: "

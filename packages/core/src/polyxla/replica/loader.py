@@ -102,7 +102,7 @@ class Loader:
         valid = getattr(self._source, "valid_records", None)
         host = HostBatches(batches, _batch_size(self._source), valid, self._options)
         moves, prefetch = self._options.transfer is not None, self._options.prefetch
-        ahead = (one for one in host) if moves else self._replication.upload(iter(host), prefetch)
+        ahead = iter(host) if moves else self._replication.upload(iter(host), prefetch)
         # Closing ends the runtime's threads, also when the loop is left early.
         with closing(ahead) as arriving:
             while (arrived := self._next(arriving)) is not None:
@@ -142,7 +142,7 @@ class Loader:
         Starting the next iteration does the same. Until then the position is after the last batch received.
         """
         if not self._position.is_begun and hasattr(self._source, "set_epoch"):
-            # It still waits where `load_state_dict` has put it: nobody has read the rest of that epoch.
+            # The source is still where `load_state_dict` has put it: the rest of that epoch is unread.
             self._source.set_epoch(self._position.epoch + 1)
         self._position.end()
 
@@ -211,7 +211,7 @@ class LoaderPosition:
     def begin(self) -> int:
         """Begin an iteration; return the number of batches to skip."""
         if self.is_begun:
-            # End the previous epoch, even if the loop left it early: its source has moved on as well.
+            # End the previous epoch, even if the loop left it early: its source has also moved on.
             self.end()
         self.is_begun = True
         skip, self.skip = self.skip, 0
@@ -297,6 +297,7 @@ class HostBatches:
             if number == 0 and self._options.transfer is None:
                 check(batch)
             records = count_records(batch) or 0
+            # Without a batch size, the first batch counts as a full one.
             self.size = self.size or records
             real = self._count_real(records)
             if self._options.pad:

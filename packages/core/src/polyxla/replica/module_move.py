@@ -37,6 +37,7 @@ def move_module(
     """
     optimizers = list(optimizers)
     check_owner(module, optimizers)
+    # After the move, the old parameters are no longer in the module, so record them first.
     before = list(parameters_of(module))
     _move_with_ties(module, device)
     moved = {id(old): getattr(owner, name) for owner, name, old in before}
@@ -82,7 +83,7 @@ def check_owner(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimi
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return the parameters of all groups of `optimizer`."""
-    return [one for group in optimizer.param_groups for one in group["params"]]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def parameters_of(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
@@ -97,10 +98,11 @@ def parameters_of(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, st
 def hand_over(
     optimizer: torch.optim.Optimizer, moved: Mapping[int, torch.nn.Parameter], device: torch.device
 ) -> None:
-    """Give `optimizer` the parameters that `moved` has by the ids of its own, and move its state."""
+    """Replace the optimizer's parameters using `moved`, a map from old ids, and move its state."""
     for group in optimizer.param_groups:
-        group["params"] = [moved.get(id(one), one) for one in group["params"]]
-    state = {moved.get(id(one), one): _state_on(device, values) for one, values in optimizer.state.items()}
+        group["params"] = [moved.get(id(old), old) for old in group["params"]]
+    state = {moved.get(id(old), old): _state_on(device, values) for old, values in optimizer.state.items()}
+    # In place: schedulers and hooks hold the same dict.
     optimizer.state.clear()
     optimizer.state.update(state)
 
@@ -121,6 +123,7 @@ def _move_with_ties(module: torch.nn.Module, device: torch.device) -> None:
         shared = getattr(first_owner, first_name)
         for owner, name in others:
             setattr(owner, name, shared)
+    # Lightning's name for the hook in which a module ties its parameters again.
     hook = getattr(module, "on_post_move_to_device", None)
     if hook is not None:
         hook()

@@ -15,6 +15,7 @@ NUMPY_SEEDS = 2**32
 
 def derive(seed: int, *parts: object) -> int:
     """Return a 63-bit seed that depends on `seed` and every part; other parts give an independent stream."""
+    # A hash, because seeds that differ by 1 give correlated streams in some generators.
     text = repr((seed, *parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -28,7 +29,8 @@ def seed_everything(seed: int) -> None:
     import torch
 
     random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would open the chips on TorchTPU.
+    # Not torch.manual_seed, which seeds every device and so would open the chips on TorchTPU.
+    torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
         import numpy as np
 

@@ -105,7 +105,7 @@ class Replica(Collectives):
             UsageError: there are several replicas and no plugin can divide the records among them.
         """
         self._has_loaders = True
-        # With its own records, a replica reads as if it were alone.
+        # A loader that is divided already is read as if the replica were alone.
         world = World() if divided else self.data_world
         shard: Iterable[Any] | None = self.hook.polyxla_shard_loader(
             loader=loader, world=world, seed=self.data_seed, repeat=repeat
@@ -132,6 +132,7 @@ class Replica(Collectives):
         if loader is not self.current_loader:
             self.current_loader = loader
             self.loader_changes += 1
+        # A plain loop that never steps would otherwise trace all its batches into one program.
         if not self._is_synced:
             self.sync()
         self._is_synced = False
@@ -168,7 +169,8 @@ class Replica(Collectives):
         check_initialized(module)
         # Before the policy converts the module: a refused module stays as it was.
         check_owner(module, optimizers)
-        is_made = not any(one.is_meta for one in module.parameters())
+        is_made = not any(parameter.is_meta for parameter in module.parameters())
+        # Before the policy converts the module: rounding could hide a difference.
         mismatch = consistency.find_mismatch(self, module) if same and is_made else ""
         try:
             module = self.precision.convert_module(module)
@@ -214,7 +216,7 @@ class Replica(Collectives):
                     fix="Call replica.setup before replica.loader.",
                 )
             self.data_world = sharding.data_world
-            # They draw the same numbers from now on, as for dropout.
+            # Replicas that compute the same records draw the same numbers from now on, as for dropout.
             self.seed_everything(self.data_seed)
         self.sharding = sharding
 
@@ -265,12 +267,13 @@ class Replica(Collectives):
         """
         from polyxla.replica import consistency
 
-        is_first = not any(one is optimizer for one in self._checked)
+        # By identity: an optimizer may define equality.
+        is_first = not any(checked is optimizer for checked in self._checked)
         if is_first:
             self._check(optimizer)
         self._reduce_gradients(optimizer)
         if is_first:
-            # Of all replicas together: one alone may have used no parameter.
+            # Only after averaging: a single replica may have used no parameter.
             consistency.check_gradients(optimizer)
         before_step()
         if clip_norm is not None or clip_value is not None:
@@ -389,4 +392,5 @@ class Replica(Collectives):
     def print(self, *values: Any, **options: Any) -> None:
         """Print on ordinal 0 only; arguments as for Python's ``print``."""
         if self.is_first:
+            # Flushed, because replicas often end by a signal or os._exit, which write no buffers.
             builtins.print(*values, **{"flush": True, **options})

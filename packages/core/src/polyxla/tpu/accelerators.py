@@ -215,10 +215,12 @@ def sizes(generation: str) -> tuple[int, ...]:
 
     Source: Cloud TPU documentation; from a cube of 64 chips on, v4, v5p and tpu7x come in whole cubes.
     """
+    # The sizes of v2 and v3 are few, and follow no rule.
     if generation in _V2_V3_HOSTS:
         return tuple(_V2_V3_HOSTS[generation])
     if not GENERATIONS[generation].counts_cores:
         return tuple(_FLAT)
+    # Only tpu7x comes with a single chip, which counts as two cores.
     single = (2,) if generation == "v7x" else ()
     return (*single, 8, 16, 32, 64, *range(128, GENERATIONS[generation].largest + 1, 128))
 
@@ -247,6 +249,7 @@ def most_cubic(chips: int) -> Shape:
     if chips in _BELOW_A_CUBE:
         return _BELOW_A_CUBE[chips]
     cubes = chips // 64
+    # The sides are sorted, x <= y <= z, so that each shape is tried once.
     thin = (x for x in range(1, cubes + 1) if x**3 <= cubes and cubes % x == 0)
     shapes = ((x, y, cubes // x // y) for x in thin for y in _divisors_between(x, cubes // x))
     x, y, z = min(shapes, key=_surface)
@@ -281,6 +284,7 @@ def parse_shape(text: str, where: str) -> Shape:
 
 def _no_such_type(text: str, where: str) -> UsageError:
     known = [f"{prefix}-{size}" for prefix, g in _BY_PREFIX.items() for size in sizes(g.name)]
+    # Every spelling of every size is a candidate, so that v5e-7 finds v5e-8.
     near = difflib.get_close_matches(text.strip().lower(), known, n=3) or ["v3-8", "v4-8", "v5litepod-8"]
     return UsageError(
         f"there is no TPU type {text!r}",

@@ -68,6 +68,7 @@ def naming_holders(*, dev: Path = DEV, lock_file: Path = LOCK_FILE) -> Iterator[
     except RuntimeError as error:
         if any(text in str(error) for text in _IN_USE):
             parent = os.getppid()
+            # The other replicas of this job have the same parent, and are not the reason.
             others = [parent, *_children(PROC / str(parent))]
             for holder in find_holders(but=others, dev=dev, lock_file=lock_file):
                 error.add_note(str(holder))
@@ -86,7 +87,7 @@ def find_holders(
 ) -> tuple[Holder, ...]:
     """List the processes that have this host's chips open, by their numbers.
 
-    Never raises: a process that ends meanwhile, or belongs to another user, is left out.
+    Never raises: a process that ends during the search, or belongs to another user, is left out.
 
     Args:
         but: processes to leave out, such as the replicas of a job; the calling process always is.
@@ -118,7 +119,7 @@ def _command(process: Path) -> str:
         words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         words = []
-    # It may be another user's process, which chooses these texts.
+    # Another user's process chooses its own command line, and could send control characters.
     command = printable(" ".join(words).strip()).replace("\n", "\\n") or "unknown command"
     return command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
 
@@ -154,6 +155,7 @@ def sigterm_ends_quietly() -> Iterator[None]:
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    # Not Python's signal.signal: its handlers run only when the main thread is back in Python.
     before = libc.signal(signal.SIGTERM, ctypes.cast(libc["_exit"], ctypes.c_void_p))
     try:
         yield

@@ -79,10 +79,12 @@ def _chip(directory: Path) -> AttachedChip | None:
     if _read(directory / "vendor") != GOOGLE:
         return None
     device = _read(directory / "device")
+    # Google's network cards and disks have the same vendor.
     if device not in GENERATION_BY_DEVICE:
         return None
     generation = GENERATION_BY_DEVICE[device]
     if device == "0x0027":
+        # v2 and v3 differ in the subsystem only.
         generation = _GENERATION_BY_SUBSYSTEM.get(_read(directory / "subsystem_device"))
     return AttachedChip(generation, directory.name)
 

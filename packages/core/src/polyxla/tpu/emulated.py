@@ -123,10 +123,11 @@ class EmulatedTpu:
 
         Processes with the same name share the chips: two of them cannot use the same one at the same time.
         """
+        # Random bits of the system's, not of Python's generator: a program seeds that one alike in every job.
         return environ.get(POLYXLA_LIBTPU_DEV) or f"{random.SystemRandom().getrandbits(64):016x}"
 
     def library_environment(self, devices: str) -> dict[str, str]:
-        """Return the variables that lead a process to the emulated libtpu, and the libtpu to its chips.
+        """Return the variables that point a process at the emulated libtpu, and select its chips there.
 
         Args:
             devices: the name of the chips of the process's host.
@@ -172,6 +173,7 @@ def check_device_memory(environ: Mapping[str, str]) -> None:
 def _host(text: str | None, accelerator: AcceleratorType) -> int | None:
     if not text:
         return None
+    # isdecimal alone accepts the digits of other scripts.
     if text.isascii() and text.isdecimal() and int(text) < accelerator.hosts:
         return int(text)
     numbers = "0" if accelerator.hosts == 1 else f"0 to {accelerator.hosts - 1}"
@@ -191,6 +193,7 @@ def free_addresses(count: int) -> list[str]:
         OSError: none is free.
     """
     chosen = random.SystemRandom()
+    # Chosen at random, because jobs that start together would all find the first address free.
     for _ in range(_ATTEMPTS):
         first = f"127.{chosen.randint(1, 250)}.{chosen.randint(1, 254)}.1"
         with suppress(OSError), closing(socket.create_server((first, BASE_PORT))):

@@ -207,12 +207,12 @@ class ChipPlan(Plan):
             return {}
         devices = {POLYXLA_LIBTPU_DEV: self.emulated.devices(environ)}
         if self.emulated.host is None:
-            # A port that is fixed would be the same for every job of this machine.
+            # A fixed port would be the same for every job of this machine.
             devices |= {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_ports(1)[0])}
         return devices
 
     def emulated_host(self, host: int, meeting: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that lead a process to the emulated libtpu, and that to its chips.
+        """Return the variables that point a process at the emulated libtpu, and select its chips there.
 
         Args:
             host: the number of the process's host.
@@ -243,7 +243,7 @@ def plan_chips(
     threads, hosts = tpu_slice.accelerator.threads_per_process, tpu_slice.bounds.host_count
     here = tpu_slice.bounds.chips_per_host_count
     if emulated and hosts > 1 and emulated.host is None and len(devices) == here * hosts * threads:
-        # All hosts of an emulated TPU.
+        # The launch emulates all hosts: plan the first, the others are alike.
         devices = devices[: here * threads]
     chips = tuple(sorted({host_core(tpu_slice, device) // threads for device in devices}))
     if len(chips) * threads != len(devices):
@@ -252,6 +252,7 @@ def plan_chips(
             where="devices",
             fix="Take both cores of each chip, such as devices=[0, 1]; runtime 'pjrt' can use a single core.",
         )
+    # A part of the host is a slice of its own for libtpu, with a single host.
     if len(chips) != here:
         bounds = _box(tpu_slice, chips)
         tpu_slice = replace(tpu_slice, bounds=bounds, worker_id=0, hostnames=("localhost",))

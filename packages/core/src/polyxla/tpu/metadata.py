@@ -81,10 +81,12 @@ class MetadataClient:
             MetadataKeyError: the server does not have the attribute.
             MetadataError: the answer took too long, or has another HTTP status.
         """
+        # After a failure no more is asked: each attempt would cost the timeout again.
         if self._failure is None and key not in self._answers:
             self._ask(key)
         answer = self._failure or self._answers[key]
         if isinstance(answer, MetadataError):
+            # The stored exception is raised several times; its traceback would grow with each.
             raise answer.with_traceback(None)
         return answer
 
@@ -185,9 +187,10 @@ class _Call:
 
     def wait(self) -> bool:
         """Send the request; return whether it ended in time."""
-        # The first import takes a while, which must not count against the server.
+        # The first import takes a while, which must not count as the server's delay.
         importlib.import_module("requests")
         self._deadline_s = time.monotonic() + self._timeout_s
+        # A server that hangs must not keep the process from ending, so the thread is a daemon.
         threading.Thread(target=self._run, name="polyxla-metadata", daemon=True).start()
         return self._done.wait(self._timeout_s)
 
@@ -196,6 +199,8 @@ class _Call:
 
         try:
             with requests.Session() as session:
+                # Proxies from the environment cannot reach the metadata server, and would learn of its
+                # answers.
                 session.trust_env = False
                 self._get(session)
         except (requests.RequestException, OSError, ValueError) as error:
@@ -216,7 +221,7 @@ class _Call:
 
     def _body(self, response: requests.Response) -> bytes:
         body = b""
-        # In small pieces, so that the thread soon sees that the deadline has passed and ends.
+        # Read in small pieces, so that the thread notices the deadline soon and ends.
         for piece in response.iter_content(64):
             body += piece
             if time.monotonic() > self._deadline_s:

@@ -73,6 +73,7 @@ def read_part(environ: Mapping[str, str], generation: str, whole: Bounds, host: 
     if not is_one_host:
         return _all_of(whole, chips, environ)
     read = tuple(name for name in (_first(environ, HOSTS), _first(environ, CHIPS)) if name)
+    # Only the chips are chosen: their arrangement follows from the numbers.
     if shape is None:
         bounds = Bounds(ONE, host) if chips is None else box(generation, host, chips, _where(environ))
         return Part(bounds, chips, read)
@@ -128,7 +129,7 @@ def _all_of(whole: Bounds, chips: tuple[int, ...] | None, environ: Mapping[str, 
 def _check(
     generation: str, host: Shape, chips: tuple[int, ...], shape: Value, environ: Mapping[str, str]
 ) -> None:
-    """Check that the chips form this box. If their order is not known, the user is believed."""
+    """Check that the chips form this box. If their order is not known, the user's word counts."""
     sides = parse_shape(shape.text, shape.where)
     if len(chips) != math.prod(sides):
         raise _wrong_number(chips, math.prod(sides), environ)

@@ -1,8 +1,8 @@
 """The job's secret, by which its processes know each other. Another user of the machine does not have it.
 
 It is in the environment of the job's processes, which Linux shows to no other user, and never in a command.
-Over a connection goes what it seals, never the secret itself: whoever listens in the place of a process
-learns nothing.
+Connections carry what it seals, never the secret itself: a process that listens in another's place learns
+nothing.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def sealed(secret: str, where: str, data: bytes) -> bytes:
 
 
 def unsealed(secret: str, where: str, data: bytes) -> bytes:
-    """Return what `sealed` was given for the same `where`. Nothing of it is looked at before.
+    """Return what `sealed` was given for the same `where`. The seal is checked before anything is read.
 
     Raises:
         ValueError: the seal is another secret's.
     """
+    # compare_digest takes the same time whatever differs, so that a seal cannot be guessed byte by byte.
     given, content = data[:SEAL_CHARS], data[SEAL_CHARS:]
     if not hmac.compare_digest(given, derived(secret, where, content).encode()):
         raise ValueError("the sender does not know the job's secret")
@@ -68,5 +69,5 @@ def unsealed(secret: str, where: str, data: bytes) -> bytes:
 
 
 def derived(secret: str, where: str, data: bytes = b"") -> str:
-    """Return what only those can compute who know the secret, and from which they do not learn it."""
+    """Return a digest that only holders of the secret can compute, and that does not reveal it."""
     return hmac.digest(secret.encode(), where.encode() + b"\0" + data, "sha256").hex()

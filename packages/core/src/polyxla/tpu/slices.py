@@ -71,6 +71,7 @@ def read_slice(environ: Mapping[str, str], metadata: MetadataClient) -> TpuSlice
         MetadataError: the metadata server's answer cannot be used.
     """
     refuse_multislice(environ)
+    # In torch_xla's order, so that both see the same slice.
     if _skips_metadata(environ):
         return _from_environ(environ)
     described = _from_metadata(metadata)
@@ -188,9 +189,10 @@ def _make_slice(described: _Description, origin: Origin, environ: Mapping[str, s
     check_workers(whole, worker_id, hostnames, where=named)
     host = whole.chips_per_host
     if origin == "environment":
-        # The variables may describe a part of the host: its type gives the number of its chips.
+        # The variables may describe a part of the host. The type gives the number of all its chips.
         host = max(host, accelerator.bounds.chips_per_host, key=math.prod)
     part = parts.read_part(environ, accelerator.generation, whole, host)
+    # A part of a host is a slice of its own: it has one host, with the number 0.
     is_alone = part.bounds.host_count < whole.host_count
     given = [name for name in _DESCRIPTION if environ.get(name)] if origin != "environment" else []
     return TpuSlice(
@@ -206,7 +208,7 @@ def _make_slice(described: _Description, origin: Origin, environ: Mapping[str, s
 
 
 def _bounds(accelerator: AcceleratorType, described: _Description, origin: Origin) -> Bounds:
-    # For v2 and v3 torch_xla uses only its table: their metadata had no bounds when that code was written.
+    # torch_xla uses only its table for v2 and v3, whose metadata had no bounds when that code was written.
     if origin == "metadata server" and accelerator.generation in ("v2", "v3"):
         return accelerator.bounds
     hosts, chips = accelerator.bounds.hosts, accelerator.bounds.chips_per_host
@@ -267,6 +269,7 @@ def this_slice(environ: Mapping[str, str]) -> TpuSlice:
     Raises:
         UsageError: neither the environment nor the metadata server describes it.
     """
+    # An emulated host describes itself by the variables that GKE sets, so the code below is the same.
     if emulated := EmulatedTpu.read(environ):
         environ = emulated.describe(environ)
     tpu_slice = read_slice(environ, _metadata(environ.get(env.GCE_METADATA_HOST)))

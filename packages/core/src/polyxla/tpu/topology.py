@@ -54,10 +54,12 @@ def process_environments(
     check_workers(bounds, worker_id, hostnames)
     _check_processes(accelerator, here, local_processes)
     chips = _check_chips(here, chips)
+    # Jobs on different chips of one host must not share ports; hosts of a slice must agree on them.
     ports = [base_port + step for step in (chips if bounds.host_count == 1 else range(here))]
     _check_ports(base_port, max(ports))
     processes = [*bounds.chips]
     if GENERATIONS[accelerator.generation].bounds_count_devices:
+        # libtpu expects a fourth number from this generation on.
         processes.append(accelerator.threads_per_process)
     shared = _shared(processes, _ONE, process_addresses(hostnames, ports))
     first = worker_id * here

@@ -1,9 +1,9 @@
 """Support for torchrun: its processes run the replicas, and only have to find each other.
 
-They meet through torchrun's store, where everyone can write who reaches its port. So what is read there is
-sealed with the job's secret, which the processes of one host derive from the user's key. On several hosts,
-the user gives them one; else it is in the store as well, and no safer than torchrun itself, which unpickles
-what it finds there. Source: torch.distributed.elastic.rendezvous.dynamic_rendezvous.
+They meet through torchrun's store, to which any process that reaches its port can write. What they read there
+is therefore sealed with the job's secret, which the processes of one host derive from the user's key. On
+several hosts, the user sets one. Otherwise the secret is in the store as well, and no safer than torchrun
+itself, which unpickles what it finds there. Source: torch.distributed.elastic.rendezvous.dynamic_rendezvous.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def environment(plan: Plan, environ: Mapping[str, str], cpu_count: int) -> dict[
         UsageError: torchrun's store cannot be reached, or process 0 did not write to it in time.
     """
     run_id = environ[env.TORCHELASTIC_RUN_ID]
+    # Kept, because a second launch in this process drives the same devices, whose addresses are fixed.
     if run_id not in _meetings:
         _meetings[run_id] = _agree(plan, environ)
     store = {name: environ[name] for name in (env.MASTER_ADDR, env.MASTER_PORT)}
@@ -122,7 +123,7 @@ def _watched(plan: Plan, environ: Mapping[str, str]) -> Iterator[dict[str, str]]
         _write(store, key, environ[POLYXLA_SECRET], variables[env.POLYXLA_MONITOR])
         yield variables
         others = [f"{key}/{other}" for other in range(1, len(plan.processes_here))]
-        # They work for as long as they like. If one fails, torchrun ends this process.
+        # The others may work for any time. If one of them fails, torchrun ends this process.
         while others and not store.check(others):
             time.sleep(POLL_S)
 
@@ -176,5 +177,6 @@ def _store(environ: Mapping[str, str]) -> Any:
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     address, port = environ[env.MASTER_ADDR], int(environ[env.MASTER_PORT])
+    # torchrun's agent hosts the store; PrefixStore keeps the keys of this run apart from earlier ones.
     agents = TCPStore(address, port, is_master=False, timeout=dt.timedelta(seconds=MEET_TIMEOUT_S))
     return PrefixStore(environ[env.TORCHELASTIC_RUN_ID], agents)

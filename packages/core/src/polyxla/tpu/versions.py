@@ -32,6 +32,7 @@ def import_problem() -> Problem | None:
     with an undefined symbol, an error that does not name the cause. So it does where Python's shared library
     is missing: Debian's and Ubuntu's ``python3`` need none, and leave it to another package.
     """
+    # Read from metadata: importing a pair that does not fit would fail in the dynamic linker.
     torch, torch_xla = _version("torch"), _version("torch_xla")
     right_pair = f"Install a pair that fits: {RIGHT_PAIR}"
     if torch is None or torch_xla is None:
@@ -93,6 +94,7 @@ class LibtpuReleases:
         return f"libtpu {installed} does not fit {self.framework} {_version(self.framework)}, {self.reason}"
 
     def _has(self, installed: str) -> bool:
+        # Nightly builds have suffixes that are not numbers.
         numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdecimal())
         return self.first <= numbers and (self.last is None or numbers <= self.last)
 

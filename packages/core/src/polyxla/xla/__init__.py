@@ -28,6 +28,7 @@ launches: list[object] = []
 
 def has_run() -> bool:
     """Return whether this process has launched replicas or used a device."""
+    # A process without torch_xla cannot use a device of it, and must not import it to find out.
     if launches or "torch_xla" not in sys.modules:
         return bool(launches)
     from polyxla.xla import first_device_use

@@ -59,7 +59,7 @@ def _replace_operators() -> None:
         _library.impl("elu_backward", _elu_backward, _KEY)
         _library.impl("celu", _celu, _KEY)
         for name in ("selu", "selu_"):
-            # Both are an elu. Without this, torch warns at the first that gradients may be wrong.
+            # Both fall through to elu. Without this, torch warns that gradients may be wrong.
             _library.impl(name, torch.library.fallthrough_kernel, f"Autograd{_KEY}")
         for name in _NORMS:
             _replace(name, _norm)
@@ -118,7 +118,7 @@ def _avg_pool(
 ) -> torch.Tensor:
     if divisor is None:
         return of_torch_xla(x, sizes, strides, paddings, ceil_mode, count_include_pad, divisor)
-    # Padded until every window is whole: the mean is then the sum divided by the window's size.
+    # Pad until every window is whole: the mean is then the sum divided by the window's size.
     # torch accepts a single number for all dimensions.
     options = (sizes, strides or sizes, paddings)
     sizes, strides, paddings = ([*numbers] * (dims // len(numbers)) for numbers in options)
@@ -126,7 +126,7 @@ def _avg_pool(
     for length, size, stride, padding in zip(x.shape[-dims:], sizes, strides, paddings, strict=True):
         room = length + 2 * padding - size
         last = -(-room // stride) if ceil_mode else room // stride
-        # A window may not begin behind the input.
+        # No window may begin beyond the input.
         last -= last * stride >= length + padding
         margins = [padding, padding + max(0, last * stride - room), *margins]
     means = of_torch_xla(F.pad(x, margins), sizes, strides, [0], False, True, None)
@@ -178,10 +178,10 @@ class _Reported:
         try:
             yield from self._loader
         except GeneratorExit:
-            # The loop was left.
+            # The loop was left early, which is no error of the dataset.
             raise
         except BaseException as error:
-            # Before the iteration ends: the loop then looks for it.
+            # Stored before the iteration ends, because the loop then looks for it.
             self._errors.put(error)
 
 

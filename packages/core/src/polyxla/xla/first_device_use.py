@@ -80,6 +80,7 @@ def watch(
         check: called before a device is used; raises UsageError if there is none.
         then: called once a device is used.
     """
+    # Several runtimes may be installed; torch_xla imports the plugins of all.
     _own.runtimes.append(_Runtime(count, check, then))
     if len(_own.runtimes) > 1:
         return
@@ -90,7 +91,7 @@ def watch(
         _replace(xr, name, _counted)
     register_optimizer_step_post_hook(UnsyncedSteps())
     program_checks.watch_training()
-    # These stay, because each plugin is asked only once.
+    # These are never removed: torch_xla asks each plugin only once.
     for plugin in plugins._plugin_registry.values():
         _watch_plugin(plugin)
     register = plugins.register_plugin
@@ -138,7 +139,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
         _own.originals.clear()
         for runtime in _own.runtimes:
             runtime.then()
-        # Once more: what they set up may change the answer, such as the number of replicas.
+        # Called again, because the callbacks may have changed the answer, such as the number of replicas.
         return function(*args, **kwargs)
 
     return watched
@@ -153,8 +154,8 @@ def _counted(function: Callable[[], int]) -> Callable[[], int]:
                 return main_module.importing[0]
             # A launch reports what is wrong with its plan.
             with contextlib.suppress(UsageError):
-                for one in _own.runtimes:
-                    if count := one.count():
+                for runtime in _own.runtimes:
+                    if count := runtime.count():
                         # A program that launches nothing is alone, however many devices it has.
                         is_asked = function.__name__ != "world_size" or _asked_by()
                         return count if is_asked or main_module.may_launch() else 1
@@ -191,6 +192,7 @@ def before_use() -> None:
     """
     if is_in_use():
         return
+    # The user's own values of these variables count.
     own = env.snapshot()
     env.update_environ({name: value for name, value in _EXACT.items() if name not in own})
     _own.line = callsite.user_line()
@@ -202,8 +204,8 @@ def _check_use() -> None:
     for runtime in _own.runtimes:
         runtime.check()
     origin = None if xr.is_spmd() else _asked_by()
-    for one in _own.runtimes if origin else ():
-        if (count := one.count() or 1) > 1:
+    for runtime in _own.runtimes if origin else ():
+        if (count := runtime.count() or 1) > 1:
             raise UsageError(
                 f"{count} replicas were asked for, but {_own.line or 'this process'} uses a device without "
                 "launching them",

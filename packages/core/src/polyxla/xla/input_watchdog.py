@@ -56,6 +56,7 @@ class InputWatchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(min(TICK_S, self._timeout_s / 4)):
+            # Read once: the replica's thread may end the wait in between.
             since = self._since
             waited_s = time.monotonic() - since if since is not None else 0.0
             if waited_s > self._timeout_s:
@@ -75,7 +76,7 @@ class InputWatchdog:
     def _cause(self) -> str:
         if line := self._where():
             return f"the loader is at {line}"
-        if workers := [str(one.pid) for one in multiprocessing.active_children()]:
+        if workers := [str(worker.pid) for worker in multiprocessing.active_children()]:
             # The stack of another process cannot be read from here.
             return f"it waits for the loader's workers (processes {', '.join(workers)})"
         return "no line of the program is running: torch reads the batch, or copies it to the device"

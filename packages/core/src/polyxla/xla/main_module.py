@@ -57,6 +57,7 @@ class Call:
 
 
 def _loaded(pickled: bytes, main: dict[str, Any], replicas: int) -> Call:
+    # While it is set, a launch in the script is refused, and world sizes are those of the launch.
     importing.append(replicas)
     try:
         multiprocessing.spawn.prepare(main)

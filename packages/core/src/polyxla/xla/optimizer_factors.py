@@ -26,9 +26,8 @@ def correction_is_one(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
     betas = group.get("betas")
     if not isinstance(betas, tuple) or len(betas) < 2 or type(betas[1]) is not float:
         return False
-    state: Mapping[str, Any] = next(
-        (optimizer.state[one] for one in group["params"] if one in optimizer.state), {}
-    )
+    states = (optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state)
+    state: Mapping[str, Any] = next(states, {})
     steps = state.get("step", 0)
     # A step count on the device is part of the program.
     is_on_host = isinstance(steps, int | float) or steps.device.type == "cpu"
@@ -87,7 +86,7 @@ def _decays(group: dict[str, Any]) -> bool:
     rate, decay = group.get("lr"), group.get("weight_decay")
     is_known = type(rate) is float and type(decay) is float and rate * decay > 0
     # A float64 parameter needs the factor with all digits.
-    return is_known and all(one.dtype != torch.float64 for one in group["params"][:1])
+    return is_known and all(parameter.dtype != torch.float64 for parameter in group["params"][:1])
 
 
 class _Decay(float):

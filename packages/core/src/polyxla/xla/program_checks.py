@@ -32,7 +32,7 @@ def watch_training() -> None:
     # Weak, so that an optimizer that the program drops is freed. Replicas may be threads, with one each.
     checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    # xm.optimizer_step calls it by this name, too.
+    # xm.optimizer_step calls it by this name as well.
     @functools.wraps(reduce_gradients)
     def checked_reduce_gradients(
         optimizer: torch.optim.Optimizer, groups: list[list[int]] | None = None, pin_layout: bool = True
@@ -55,11 +55,11 @@ def _compare(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UsageError: the replicas have gradients of different parameters.
     """
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    device = next((one.device for one in parameters if one.device.type == "xla"), None)
+    parameters = _parameters(optimizer)
+    device = next((each.device for each in parameters if each.device.type == "xla"), None)
     if device is None:
         return
-    mine = [[_checksum(one), one.grad is not None] for one in parameters]
+    mine = [[_checksum(parameter), parameter.grad is not None] for parameter in parameters]
     # Without pinned layouts, which would make the gathering run all collectives before it.
     sent: Any = torch.tensor(mine, dtype=torch.int64).to(device)
     every = xm.all_gather(sent[None], pin_layout=False).cpu()
@@ -72,7 +72,7 @@ def _compare(optimizer: torch.optim.Optimizer) -> None:
             fix="Call replica.step(optimizer) of polyxla.launch, which reduces all, or let each loss depend "
             "on all parameters.",
         )
-    # One replica says it for all, which have found the same.
+    # All replicas have found the same, so one of them reports it.
     if values.any() and xr.global_ordinal() == 0:
         say_once(
             f"{callsite.user_line()}: replicas begin with different parameters, such as "
@@ -83,8 +83,12 @@ def _compare(optimizer: torch.optim.Optimizer) -> None:
 
 def _named(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> str:
     number = int(found.nonzero()[0])
-    parameter = [one for group in optimizer.param_groups for one in group["params"]][number]
+    parameter = _parameters(optimizer)[number]
     return f"parameter {number} of {type(optimizer).__name__}, of shape {tuple(parameter.shape)}"
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -112,7 +116,7 @@ class UnsyncedSteps:
         self._steps += 1
         if self._steps < STEPS or time.monotonic() - self._since < SECONDS:
             return
-        devices = {one.device.type for group in optimizer.param_groups for one in group["params"]}
+        devices = {parameter.device.type for parameter in _parameters(optimizer)}
         if "xla" in devices and not _native._get_use_eager_mode():
             say_once(
                 f"{callsite.user_line()} makes optimizer steps, and none has run for {SECONDS:g} s: without "
@@ -122,7 +126,7 @@ class UnsyncedSteps:
 
 
 class UnsyncedCollectives:
-    """Counts a replica's collectives since the last sync, and the programs that were compiled meanwhile.
+    """Counts a replica's collectives since the last sync, and the programs that were compiled in that time.
 
     A read runs what it needs, and that is every collective since the last sync: each runs after the one
     before it. So each read runs all of them again, in another program.

@@ -160,7 +160,7 @@ class XlaReplication(Replication):
         kind: the device type that this process must run on, ``CPU`` or ``TPU``.
         local_index: the device's number among the devices that this process sees.
         environ: the job's environment, which is read here and not while training: torch_xla's threads change
-            the process's own meanwhile.
+            the process's own at any time.
 
     Raises:
         UsageError: torch_xla already runs in this process, on other devices, or a timeout is invalid.
@@ -202,7 +202,7 @@ class XlaReplication(Replication):
         """Cut the graph here and submit it to the device."""
         torch_xla.sync(wait=wait)
         if wait:
-            # torch_xla has waited only until the graph was submitted.
+            # torch_xla's own wait ends when the graph is submitted.
             self._wait()
 
     def seed(self, seed: int) -> None:
@@ -264,6 +264,7 @@ class CollectiveReplication(XlaReplication):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Combine the replicas' tensors in the program of the current step."""
         self._unsynced.called()
+        # XLA has no mean: the sum is scaled in the same program.
         scale = 1.0 / self.world.world_size if op == "mean" else 1.0
         return cast("torch.Tensor", xm.all_reduce(_OPS[op], tensor, scale=scale))
 

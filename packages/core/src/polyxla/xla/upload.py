@@ -80,6 +80,7 @@ class _Upload:
         self, batches: Generator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
     ) -> None:
         self._source = _Source(batches)
+        # Use torch_xla's own loader: its options are those that users know.
         loader: Any = MpDeviceLoader(self._source, device, batches_per_execution=NEVER, **prefetch)
         self._arriving = iter(loader)
         # torch_xla's close() first wakes the thread that waits for a batch, then joins the threads that read
@@ -132,6 +133,7 @@ class _Source:
         self.waiting = 0
 
     def __iter__(self) -> Iterator[Any]:
+        # `line` needs it: the watchdog asks in which line of the dataset this thread is.
         self._thread = threading.get_ident()
         try:
             for batch in self._batches:

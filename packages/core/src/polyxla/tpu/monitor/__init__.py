@@ -1,1 +1,1 @@
-"""Monitoring of a job on TPU cores: replicas that wait for ever for another, and hosts that fail."""
+"""Monitoring of a job on TPU cores: replicas that wait forever for another, and hosts that fail."""

@@ -1,7 +1,7 @@
 """A TCP connection that carries JSON objects, one per line, each behind its seal.
 
-Anyone can connect. The listening side says a number that it uses once, with which both sides seal what they
-send: a line that another user of the machine wrote, or repeats, is not read.
+Anyone can connect. The listening side sends a number that it uses once, and both sides seal what they send
+with it. So a line that another user of the machine wrote, or recorded earlier, is not accepted.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Connection:
     """
 
     def __init__(self, end: socket.socket, secret: str, greeting: str, directions: tuple[str, str]) -> None:
+        # Without them, a host that loses its power would look connected for hours.
         for option in _KEEPALIVE:
             end.setsockopt(*option)
         end.settimeout(_SEND_TIMEOUT_S)
@@ -117,6 +118,7 @@ class Connection:
         *lines, self._rest = (self._rest + data).split(b"\n")
         messages = [self._message(line) for line in lines]
         self.is_proved = self.is_proved or bool(messages)
+        # Without a limit, another user could fill this process's memory with one endless line.
         if len(self._rest) > (_LINE_BYTES if self.is_proved else _UNPROVED_BYTES):
             raise ValueError("not the monitor's protocol")
         return messages
@@ -129,12 +131,13 @@ class Connection:
 
     def wait(self) -> list[Message]:
         """Wait for messages without a limit; raises as `receive` does."""
+        # Only this end's waiting thread calls it, and it has nothing else to do.
         self._end.settimeout(None)
         return self.receive()
 
     def finish(self) -> None:
         """Close it once the other end has received everything that was sent, or after `_SEND_TIMEOUT_S`."""
-        # Closing at once would discard what was sent, if something has arrived that nobody has read.
+        # Closing a socket with unread data resets the connection, and the other end loses what was sent.
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
             while self._end.recv(1 << 16):

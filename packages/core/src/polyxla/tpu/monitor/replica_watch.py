@@ -24,7 +24,7 @@ TICK_S = 1.0
 """How often a replica is looked at, in seconds; less if the timeout is short."""
 QUIET_S = 10.0
 """Time without the end of a program after which a replica's device is asked whether it has work, in seconds;
-less if the timeout is short. Asking delays a program that is submitted meanwhile."""
+less if the timeout is short. Asking delays a program that is submitted at that time."""
 CONNECT_S = 5.0
 """Longest wait for the monitor of this host, in seconds."""
 _COMPUTING = 0.1
@@ -184,7 +184,7 @@ class ReplicaWatch:
         spot: tuple[int, int] | None = None
         while not self._stop.wait(self._tick_s):
             before, last = last, self._look()
-            # After a time in which this thread could not run, nothing is known of that time.
+            # This thread itself may not have run, as while a compilation holds the GIL: forget what it saw.
             if last.ended != before.ended or last.time_s - before.time_s > FRESH_S:
                 since, was_in_device = last.time_s, None
             if last.time_s - since < self._quiet_s:
@@ -192,10 +192,13 @@ class ReplicaWatch:
                 continue
             in_device = self._is_in_device()
             before_spot, spot = spot, self._spot()
+            # The first look only remembers the spot: staying needs two.
             if before_spot is None and not in_device:
                 continue
+            # A replica in one call of C, in a process that computes, compiles: that may take minutes.
             stays = in_device or spot == before_spot
             computes = last.used_s - before.used_s > _COMPUTING * (last.time_s - before.time_s)
+            # Every change of place restarts the clock.
             if was_in_device not in (None, in_device) or (stays and computes):
                 since = last.time_s
             was_in_device = in_device
@@ -214,9 +217,12 @@ class ReplicaWatch:
             name = f"polyxla-watch-device-{self._ordinal}"
             self._waiting = threading.Thread(target=self._probe.wait, name=name, daemon=True)
             self._waiting.start()
+            # The wait may last until the job ends, so it keeps its thread, which is asked again at the next
+            # tick.
             self._waiting.join(self._tick_s)
         return self._waiting.is_alive()
 
     def _report(self, in_device: bool, seconds: float) -> None:
-        line = next((one.line for one in presence.positions() if one.ordinal == self._ordinal), None)
+        own = (position for position in presence.positions() if position.ordinal == self._ordinal)
+        line = next((position.line for position in own), None)
         self._process.report(self._ordinal, Account(in_device, seconds, line))

@@ -34,7 +34,7 @@ CONNECT_S = 2.0
 PROOF_S = 5.0
 """Longest wait for the first message of a connection, in seconds."""
 MOST_UNPROVED = 64
-"""So many connections may wait with it at a time. The next one takes the place of the oldest."""
+"""Largest number of connections that have sent no message yet. The next one takes the place of the oldest."""
 
 
 NOTICE_S = 2.0
@@ -107,15 +107,16 @@ class Monitor:
         self._hosts = hosts
         self._accounts = Accounts(stall_timeout_s)
         self._selector = selectors.DefaultSelector()
-        # When each of them is dropped, in the order of their arrival.
+        # Connections without a message, each with the time when it is dropped, in the order of arrival.
         self._unproved: dict[Connection, float] = {}
         self._processes: list[Connection] = []
         self._others: dict[Connection, int] = {}
         self._connected: set[int] = {hosts.own}
-        # To host 0, until that has welcomed this host.
+        # The connection to host 0, until host 0 has welcomed this host.
         self._joining: Connection | None = None
         self._is_decided = False
         self._report_at: float | None = time.monotonic() + start_timeout_s
+        # Replica processes of this host come by the loopback address; only hosts come from outside.
         local = self._listen(LOCALHOST, 0)
         self.address = f"{LOCALHOST}:{local.getsockname()[1]}"
         if len(hosts.names) > 1 and hosts.own == 0:
@@ -137,12 +138,12 @@ class Monitor:
         """
         self._stop.set()
         self._thread.join()
-        for one in self._others:
+        for other in self._others:
             if failure:
-                _send(one, "failed", **asdict(failure))
+                _send(other, "failed", **asdict(failure))
             else:
-                _send(one, "finished", returned=self._accounts.returned)
-            one.finish()
+                _send(other, "finished", returned=self._accounts.returned)
+            other.finish()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
@@ -192,7 +193,7 @@ class Monitor:
 
     def _drop_strangers(self) -> None:
         now = time.monotonic()
-        for connection in [one for one, until in self._unproved.items() if until < now]:
+        for connection in [stranger for stranger, until in self._unproved.items() if until < now]:
             self._drop(connection)
 
     def _connect_to_first(self) -> None:
@@ -226,7 +227,7 @@ class Monitor:
             return
         self._report_at = None
         wanted = range(len(self._hosts.names)) if self._hosts.own == 0 else [0]
-        if missing := [self._hosts.named(one) for one in wanted if one not in self._connected]:
+        if missing := [self._hosts.named(host) for host in wanted if host not in self._connected]:
             say(
                 f"no connection between {self._hosts.named(self._hosts.own)} and {', '.join(missing)} on "
                 f"port {self._hosts.port} yet: they do not learn of each other's failure. All hosts need the "
@@ -235,7 +236,7 @@ class Monitor:
 
     def _read(self, connection: Connection) -> None:
         if connection.fileno() < 0:
-            # It had to make room for another.
+            # It was dropped to make room for another, in the same round of the selector.
             return
         try:
             messages = connection.receive()
@@ -267,6 +268,7 @@ class Monitor:
             self._finish(connection, message["returned"])
 
     def _take_account(self, message: Message, host: int) -> None:
+        # Copy it, because the message itself is passed on to host 0.
         fields = dict(message)
         self._accounts.add(int(fields.pop("ordinal")), Account(**fields), self._where(host))
         if self._hosts.own != 0:
@@ -274,13 +276,13 @@ class Monitor:
                 _send(first, "account", **message)
 
     def _finish(self, connection: Connection, returned: list[int]) -> None:
-        # If it was host 0, this host decides for itself from now on.
+        # Without host 0, this host decides for itself from now on.
         host = self._others.pop(connection)
         for ordinal in returned:
             self._accounts.add(ordinal, Account(in_device=False, has_returned=True), self._where(host))
 
     def _where(self, host: int) -> str:
-        """Return how accounts name a host: not at all, where there is no other."""
+        """Return how accounts name a host; empty if it is the only one."""
         return self._hosts.named(host) if len(self._hosts.names) > 1 else ""
 
     def _drop(self, connection: Connection) -> None:
@@ -288,16 +290,17 @@ class Monitor:
         connection.close()
         self._unproved.pop(connection, None)
         if connection is self._joining:
-            # It was host 0's previous launch that has ended.
+            # That was host 0's previous launch, which has ended; connect again.
             self._joining = None
         if connection in self._processes:
-            # The end of a process is the launching process's to report.
+            # The launching process itself reports the end of a process.
             self._processes.remove(connection)
         host = self._others.pop(connection, None)
         if host is not None:
             self._fail(Failure(host, 1, f"{self._hosts.named(host)} is gone: its launching process ended"))
 
     def _fail(self, failure: Failure) -> None:
+        # Only the first failure counts: the others follow from it.
         if self.failure or failure.host == self._hosts.own:
             return
         self.failure = failure
@@ -313,16 +316,17 @@ class Monitor:
             _send(process, kind, **fields)
 
     def _look_for_stalls(self) -> None:
+        # With a connection to host 0, that one decides: it alone knows all accounts.
         if self._is_decided or 0 in self._others.values():
             return
         if stall := self._accounts.stall():
             self._is_decided = True
-            for one in [*self._processes, *self._others]:
-                _send(one, "stalled", waiting=stall.waiting, text=stall.text)
+            for connection in [*self._processes, *self._others]:
+                _send(connection, "stalled", waiting=stall.waiting, text=stall.text)
 
 
 def _send(connection: Connection, kind: str, **fields: object) -> None:
-    # One that is gone is noticed when it is read.
+    # An end that is gone is noticed when it is read.
     with contextlib.suppress(OSError):
         connection.send(kind, **fields)
 
@@ -353,6 +357,7 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
     try:
         yield {env.POLYXLA_MONITOR: monitor.address}
     except BaseException as error:
+        # This host's error may only follow from another host's, whose notice takes a moment to arrive.
         if cause := monitor.wait_for_failure(NOTICE_S if len(names) > 1 else 0.0):
             raise cause.error() from None
         text = f"{type(error).__name__}: {error}".partition("\n")[0]

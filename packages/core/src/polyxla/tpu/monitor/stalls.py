@@ -16,8 +16,8 @@ from polyxla import presence
 from polyxla.env import POLYXLA_STALL_TIMEOUT_S
 
 FRESH_S = 5.0
-"""For so long a replica's last account counts, in seconds. A process that holds the GIL, as some compilations
-do, sends none: nothing is known of it."""
+"""Age up to which a replica's last account counts, in seconds. A process that holds the GIL, as some
+compilations do, sends none, and then nothing is known of it."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,17 @@ class Accounts:
     def stall(self) -> Stall | None:
         """Return which replicas wait for which, if the timeout is over."""
         current = {ordinal: self._current(*last) for ordinal, last in sorted(self._last.items())}
-        waiting = {ordinal: one for ordinal, one in current.items() if one and one.in_device}
-        missing = {i: one for i, one in current.items() if one and not one.in_device and self._is_late(one)}
-        if not missing or not any(self._is_late(one) for one in waiting.values()):
+        known = {ordinal: account for ordinal, account in current.items() if account}
+        waiting = {ordinal: account for ordinal, account in known.items() if account.in_device}
+        elsewhere = {ordinal: account for ordinal, account in known.items() if not account.in_device}
+        missing = {ordinal: account for ordinal, account in elsewhere.items() if self._is_late(account)}
+        # One late replica in its device is enough: it waits for those that are missing.
+        if not missing or not any(map(self._is_late, waiting.values())):
             return None
         return Stall(tuple(waiting), self._describe(waiting, missing))
 
-    def _is_late(self, one: Account) -> bool:
-        return one.seconds >= self._timeout_s
+    def _is_late(self, account: Account) -> bool:
+        return account.seconds >= self._timeout_s
 
     def _current(self, arrived: float, account: Account) -> Account | None:
         """Return an account as of now; None if it is too old. One that has returned sends no other."""
@@ -100,9 +103,9 @@ class Accounts:
     def _describe(self, waiting: Mapping[int, Account], missing: Mapping[int, Account]) -> str:
         parts = [f"{_subject(ordinals, 'waits', 'wait')} at {line}" for line, ordinals in _by_line(waiting)]
         for host in dict.fromkeys(self._hosts[ordinal] for ordinal in missing):
-            there = {ordinal: one for ordinal, one in missing.items() if self._hosts[ordinal] == host}
-            returned = [ordinal for ordinal, one in there.items() if one.has_returned]
-            elsewhere = {ordinal: one for ordinal, one in there.items() if not one.has_returned}
+            there = {i: account for i, account in missing.items() if self._hosts[i] == host}
+            returned = [i for i, account in there.items() if account.has_returned]
+            elsewhere = {i: account for i, account in there.items() if not account.has_returned}
             parts += [f"{presence.named(returned)}{host} returned"] if returned else []
             parts += [
                 f"{_subject(ordinals, 'is', 'are', host)} at {line}, with no work for the device"
@@ -116,8 +119,8 @@ class Accounts:
 
 def _by_line(accounts: Mapping[int, Account]) -> Iterable[tuple[str, list[int]]]:
     grouped: dict[str, list[int]] = {}
-    for ordinal, one in accounts.items():
-        grouped.setdefault(one.line or "the end of its function", []).append(ordinal)
+    for ordinal, account in accounts.items():
+        grouped.setdefault(account.line or "the end of its function", []).append(ordinal)
     return grouped.items()
 
 
