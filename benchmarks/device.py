@@ -514,7 +514,7 @@ def _stablehlo_on(engine: Any) -> None:
     import jax
     import numpy as np
 
-    from polyxla_bridge.programs.stablehlo import to_hlo
+    from polyxla_bridge.programs.compile_request import to_hlo
     from polyxla_testing.engine_conformance import OPTIONS, download, upload
 
     def program(x: Any) -> Any:
@@ -692,7 +692,7 @@ def engine_step() -> None:
     """Train by the same program on `PjrtEngine`."""
     import jax
 
-    from polyxla_bridge.programs.stablehlo import to_hlo
+    from polyxla_bridge.programs.compile_request import to_hlo
     from polyxla_testing.engine_conformance import OPTIONS, download, upload
 
     program = to_hlo(Path(SCRATCH, "step.mlir").read_bytes())

@@ -69,7 +69,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """List the functions of PJRT's table that TorchTPU has called, and fail if one is missing."""
     if hasattr(session.config, "workerinput") or CALLS not in os.environ:
         return
-    from polyxla_bridge.table.call_record import recorded
+    from polyxla_bridge.table.table import recorded
 
     called, missing = recorded(Path(os.environ[CALLS]))
     print(f"\nTorchTPU called {len(called)} functions of PJRT in Python: {', '.join(sorted(called))}")

@@ -436,7 +436,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
     from polyxla.plugin import Replication, failures
     from polyxla.xla import program_checks
     from polyxla_bridge.engine import clients, stall_watchdog
-    from polyxla_bridge.programs import cache_directory
+    from polyxla_bridge.programs import cache
     from polyxla_training import storage
     from polyxla_training.checkpoint import api, safetensors_header
     from polyxla_training.listeners import checkpointing, log_upload, progress
@@ -484,8 +484,8 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"more than {safetensors_header.MAX_HEADER_BYTES // 10**6} MB of data",
         ],
         "compile-cache.md": [
-            f"holds at most {cache_directory.LIMIT_BYTES >> 30} GiB",
-            f"again after every {cache_directory.SWEEP_BYTES >> 20} MiB",
+            f"holds at most {cache.LIMIT_BYTES >> 30} GiB",
+            f"again after every {cache.SWEEP_BYTES >> 20} MiB",
         ],
         "logging-and-profiling.md": [
             f"in the first {words[step_counters.FIRST_STEPS]} steps, and in at most {traced} later ones",

@@ -21,8 +21,8 @@ from polyxla_bridge.engine.compiler import COMPILER
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings, from_environ
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import cache, program_file
-from polyxla_bridge.programs.executable import ArrayType
+from polyxla_bridge.programs import cache, executable
+from polyxla_bridge.programs.executable import ArrayType, unpack
 
 TIMEOUT_S = 60
 
@@ -50,7 +50,7 @@ def job(bridge: BridgeSettings, factor: int = 2) -> tuple[int, int]:
     """Run a program on all replicas, check its results, and return the numbers of compiles and hits."""
     engine = JaxEngine(bridge)
     try:
-        executable = engine.compile(
+        compiled = engine.compile(
             program(bridge.replicas, factor), xla_client.CompileOptions().SerializeAsString()
         )
         host = np.arange(4, dtype=np.float32)
@@ -58,7 +58,7 @@ def job(bridge: BridgeSettings, factor: int = 2) -> tuple[int, int]:
         inputs = [
             engine.from_host(one, type_, memoryview(host.view(np.uint8).data)) for one in engine.devices
         ]
-        results = [engine.execute(executable, one, [inputs[one.index]])[0] for one in engine.devices]
+        results = [engine.execute(compiled, device, [inputs[device.index]])[0] for device in engine.devices]
         for result in results:
             found = np.frombuffer(engine.to_host(result).result(TIMEOUT_S), np.float32)
             assert found.tolist() == (host * factor * bridge.replicas).tolist()
@@ -104,7 +104,7 @@ def test_the_context_covers_everything_that_determines_the_binary(
     others: list[tuple[ModuleType, str, Any]] = [
         (cache, "version", lambda _: "0.0.1"),
         (cache, "cpu", lambda: "flags: none"),
-        (program_file, "code_digest", lambda: "0ld"),
+        (executable, "code_digest", lambda: "0ld"),
     ]
     for module, name, value in others:
         with monkeypatch.context() as patch:
@@ -172,7 +172,7 @@ def test_every_damaged_byte_is_detected(cached: bytes, data: st.DataObject) -> N
     flipped = cached[:where] + bytes([cached[where] ^ 1 << bit]) + cached[where + 1 :]
     for damaged in (flipped, cached[:where], cached + cached[:where] + b"\n"):
         with pytest.raises(PjrtError, match="this program cannot be loaded"):
-            program_file.unpack(damaged, 1, COMPILER)
+            unpack(damaged, 1, COMPILER)
 
 
 def test_hits_and_misses_are_counted_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_bridge.programs import cache_directory
-from polyxla_bridge.programs.cache_directory import CacheDirectory, why_unusable
+from polyxla_bridge.programs import cache
+from polyxla_bridge.programs.cache import CacheDirectory, why_unusable
 
 PROGRAM = Path(__file__).with_name("programs") / "cache_writers.py"
 
@@ -60,7 +60,7 @@ def test_the_size_is_checked_after_the_first_write_and_then_now_and_then(
 ) -> None:
     for number in range(3):
         put(tmp_path, f"polyxla-{number}", 1_000, 500 - number)
-    monkeypatch.setattr(cache_directory, "SWEEP_BYTES", 2_500)
+    monkeypatch.setattr(cache, "SWEEP_BYTES", 2_500)
     directory = CacheDirectory(tmp_path, 2_000)
     directory.write("polyxla-a", bytes(1_000))
     assert names(tmp_path) == {"polyxla-2", "polyxla-a"}, "after the first one"
@@ -83,7 +83,7 @@ def test_an_unfinished_file_is_deleted_when_it_is_old(tmp_path: Path) -> None:
         directory.read("polyxla-a", is_use=True)
     directory.sweep()
     assert left.exists(), "another process may be writing it"
-    put(tmp_path, left.name, 9, cache_directory.ABANDONED_S + 1)
+    put(tmp_path, left.name, 9, cache.ABANDONED_S + 1)
     directory.write("polyxla-b", b"")
     assert names(tmp_path) == {"polyxla-b"}
 

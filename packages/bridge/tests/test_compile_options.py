@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jaxlib import xla_client
 
-from polyxla_bridge.programs.compile_options import without_texts
+from polyxla_bridge.programs.compile_request import without_texts
 
 
 def test_options_that_name_files_are_cleared_and_others_stay() -> None:

@@ -20,8 +20,7 @@ from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.memory_accounting import machine_bytes
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import program_file
-from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_bridge.programs.executable import _MAGIC, ArrayType, Executable, unpack
 from polyxla_testing.engine_conformance import SQUARING
 
 TIMEOUT_S = 60
@@ -173,7 +172,7 @@ def test_invalid_bytes_are_refused_with_the_reason(engine: JaxEngine) -> None:
     with pytest.raises(PjrtError, match="damaged"):
         engine.deserialize(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
     with pytest.raises(PjrtError, match="damaged"):
-        engine.deserialize(program_file._MAGIC)
+        engine.deserialize(_MAGIC)
 
 
 def test_a_program_of_other_code_or_another_job_is_refused(
@@ -181,8 +180,8 @@ def test_a_program_of_other_code_or_another_job_is_refused(
 ) -> None:
     executable = adding(engine)
     with pytest.raises(PjrtError, match="adding was made for 1 devices, and this job has 2"):
-        program_file.unpack(engine.serialize(executable), 2, COMPILER)
-    monkeypatch.setattr(program_file, "code_digest", lambda: "0ld")
+        unpack(engine.serialize(executable), 2, COMPILER)
+    monkeypatch.setattr("polyxla_bridge.programs.executable.code_digest", lambda: "0ld")
     old = engine.serialize(executable)
     monkeypatch.undo()
     with pytest.raises(PjrtError, match="adding was made with code 0ld, and this is code"):

@@ -14,7 +14,7 @@ from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-n
 from jaxlib.mlir.dialects import stablehlo as current
 
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import hlo, rewrite, stablehlo
+from polyxla_bridge.programs import compile_request, hlo, rewrite
 from polyxla_bridge.programs.hlo_pb2 import OpMetadata
 
 ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
@@ -129,16 +129,16 @@ def artifact(number: str, addition: bytes = b"add_v1") -> bytes:
 
 @pytest.mark.parametrize("program", [DOUBLING, artifact("1.10.0"), artifact("1.99.0")])
 def test_stablehlo_is_read_as_text_and_as_a_portable_artifact(program: bytes) -> None:
-    data = stablehlo.to_hlo(program)
+    data = compile_request.to_hlo(program)
     assert (hlo.module_name(data), hlo.results(data)) == ("doubling", [("float32", (2,))])
 
 
 def test_an_operation_of_a_newer_stablehlo_is_refused_with_both_versions() -> None:
     ours = re.escape(current.get_current_version())
     with pytest.raises(PjrtError, match=rf"the program is StableHLO 1\.99\.0, .* up to {ours}: install"):
-        stablehlo.to_hlo(artifact("1.99.0", b"add_v7"))
+        compile_request.to_hlo(artifact("1.99.0", b"add_v7"))
     with pytest.raises(Exception, match=r"^INVALID_ARGUMENT: Failed to deserialize StableHLO"):
-        stablehlo.to_hlo(artifact("1.10.0", b"add_v7"))
+        compile_request.to_hlo(artifact("1.10.0", b"add_v7"))
 
 
 def test_a_kernel_for_tpu_cores_is_refused_with_what_to_write_instead() -> None:
@@ -149,7 +149,7 @@ def test_a_kernel_for_tpu_cores_is_refused_with_what_to_write_instead() -> None:
         return pallas.pallas_call(add_one, out_shape=x)(x)
 
     exported = jax.export.export(jax.jit(with_kernel), platforms=["tpu"])(np.ones((8, 128), np.float32))
-    program = stablehlo.to_hlo(exported.mlir_module_serialized)
+    program = compile_request.to_hlo(exported.mlir_module_serialized)
     with pytest.raises(
         PjrtError, match=r"jit_with_kernel has the tpu_custom_call .*enable_flash_sdp\(False\)"
     ):

@@ -8,9 +8,8 @@ import pytest
 
 from polyxla_bridge.engine import numbering
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.libtpu import claims
-from polyxla_bridge.libtpu.host import Host
-from polyxla_bridge.libtpu.topology import Topology, in_slice
+from polyxla_bridge.libtpu import client
+from polyxla_bridge.libtpu.topology import Host, Topology, in_slice
 
 
 def host(text: str) -> Host:
@@ -183,14 +182,14 @@ def test_a_chip_belongs_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     here, other = Host(generation, (2, 2, 1), "here"), Host(generation, (2, 2, 1), "other")
     alone = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
     held: list[int] = []
-    monkeypatch.setattr(claims, "_held", held)
+    monkeypatch.setattr(client, "_held", held)
     try:
-        claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
-        claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "2"}, here), here)
-        claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, other), other)
+        client.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
+        client.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "2"}, here), here)
+        client.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, other), other)
         in_use = rf"The TPU is already in use by process with pid {os.getpid()}\. .*accel1"
         with pytest.raises(PjrtError, match=in_use):
-            claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
+            client.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
     finally:
         for descriptor in held:
             os.close(descriptor)

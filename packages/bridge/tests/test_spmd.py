@@ -22,8 +22,7 @@ from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.stall_watchdog import STALLED
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import program_file
-from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_bridge.programs.executable import ArrayType, Executable, unpack
 
 TIMEOUT_S = 60
 Printed = Callable[..., list[list[str]]]
@@ -301,4 +300,4 @@ def test_a_partitioned_program_can_be_serialised(engine: JaxEngine) -> None:
     results = engine.execute_partitioned(back, upload(engine))
     assert [download(engine, total) for total, _ in results] == [[28]] * 4
     with pytest.raises(PjrtError, match="parts was made for 4 devices, and this job has 1"):
-        program_file.unpack(engine.serialize(original), 1, COMPILER)
+        unpack(engine.serialize(original), 1, COMPILER)

@@ -11,7 +11,7 @@ import pytest
 
 from polyxla.plugin import GENERATIONS, AcceleratorType, process_environments
 from polyxla.tpu.accelerators import sizes
-from polyxla_bridge.libtpu.host import GENERATIONS as EMULATED
+from polyxla_bridge.libtpu.topology import GENERATIONS as EMULATED
 
 TYPES = [f"{generation}-{size}" for generation in GENERATIONS for size in sizes(generation)]
 SMALL_TYPES = [name for name in TYPES if int(name.split("-")[1]) <= 512]

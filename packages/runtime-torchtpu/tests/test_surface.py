@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_bridge.table.call_record import recorded
+from polyxla_bridge.table.table import recorded
 
 PROGRAM = Path(__file__).parent / "programs" / "surface.py"
 CHECKS = re.findall(r"^def (\w+)\(\) -> None:$", PROGRAM.read_text().partition("def main")[0], re.MULTILINE)

@@ -8,12 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
-from polyxla_bridge.programs import cache_directory
-from polyxla_bridge.programs.cache_directory import CacheDirectory
+from polyxla_bridge.programs import cache
+from polyxla_bridge.programs.cache import CacheDirectory
 
 
 def many_writes(path: Path) -> None:
-    cache_directory.SWEEP_BYTES = 1
+    cache.SWEEP_BYTES = 1
     directory = CacheDirectory(path, 5_000)
     for number in range(200):
         name = f"polyxla-{number % 20}"

@@ -16,7 +16,7 @@ from jaxlib import _jax
 
 from polyxla_bridge.engine import clients, coordination_service
 from polyxla_bridge.engine.jax_engine import JaxEngine
-from polyxla_bridge.programs import compile_coordination
+from polyxla_bridge.programs import compile_once
 
 OWN = "HloModule own\nENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"
 # jaxlib numbers the modules that a process parses: parsed in this order, each has the same number everywhere.
@@ -62,7 +62,7 @@ def compiler_error() -> None:
 
 
 def stopped_compiler() -> None:
-    compile_coordination.HEARTBEAT_TIMEOUT_S = 1.0
+    compile_once.HEARTBEAT_TIMEOUT_S = 1.0
     engine = JaxEngine(SETTINGS)
     if SETTINGS.process == 0:
         # Claims the program, and does not compile it.
@@ -102,7 +102,7 @@ def strangers_values() -> None:
 
 
 def long_compile() -> None:
-    compile_coordination.HEARTBEAT_TIMEOUT_S = 3.0
+    compile_once.HEARTBEAT_TIMEOUT_S = 3.0
     engine = JaxEngine(SETTINGS)
     compile_ = engine._clients.compile
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from polyxla import UsageError
-from polyxla_bridge.libtpu.host import GENERATIONS
+from polyxla_bridge.libtpu.topology import GENERATIONS
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto
 from polyxla_tools.fits import report

@@ -16,10 +16,9 @@ from polyxla_bridge.engine.expansions import cpu
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import arguments, cache, hlo, program_file, rewrite
-from polyxla_bridge.programs.compile_coordination import CompileCoordinator
-from polyxla_bridge.programs.compile_once import CompileOnce
-from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_bridge.programs import arguments, cache, hlo, rewrite
+from polyxla_bridge.programs.compile_once import CompileCoordinator, CompileOnce
+from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 
 COMPILER_OPTIONS: dict[str, str | bool] = {**rewrite.CPU_OPTIONS, "xla_cpu_experimental_ynn_fusion_type": ""}
 """XLA options that replace XLA's defaults and the framework's. With YNNPACK's kernels, a step of a small
@@ -137,11 +136,11 @@ class Compiler(CompileOnce):
 
     def serialize(self, executable: Executable) -> bytes:
         """Return the program in jaxlib's format, with a header for what that format lacks."""
-        return program_file.pack(executable, executable.native["program"].data, COMPILER)
+        return pack(executable, executable.native["program"].data, COMPILER)
 
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process of a job with as many devices."""
-        unpacked = program_file.unpack(data, self._settings.replicas, COMPILER)
+        unpacked = unpack(data, self._settings.replicas, COMPILER)
         program = LoadedProgram(self._clients, unpacked.executable, {}, unpacked.native)
         try:
             program.on(self._first(unpacked.executable.devices))

@@ -38,7 +38,7 @@ from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError, keep_first
 from polyxla_bridge.programs import cache
 from polyxla_bridge.programs.agreement import Agreement
-from polyxla_bridge.programs.compile_coordination import CompileCoordinator
+from polyxla_bridge.programs.compile_once import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.transfers import Transfers
 

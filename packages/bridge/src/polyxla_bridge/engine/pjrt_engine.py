@@ -15,18 +15,15 @@ from polyxla_bridge.engine import memory_accounting, numbering
 from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, Engine, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, GroupedFuture, complete, set_values
-from polyxla_bridge.engine.plugin_engine.compiler import CPU, PluginCompiler, PluginProgram
-from polyxla_bridge.engine.plugin_engine.device_progress import DeviceProgress, OwnProgress
-from polyxla_bridge.engine.plugin_engine.joint_start import JointStart
-from polyxla_bridge.engine.plugin_engine.meeting import Meeting, Meetings, Part, Started
-from polyxla_bridge.engine.stall_watchdog import StallWatchdog
+from polyxla_bridge.engine.meeting import JointStart, Meeting, Meetings, Part, Started
+from polyxla_bridge.engine.plugin_compiler import CPU, PluginCompiler, PluginProgram
+from polyxla_bridge.engine.stall_watchdog import DeviceProgress, OwnProgress, StallWatchdog
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import keep_first
 from polyxla_bridge.plugin_client import buffers, plugin
-from polyxla_bridge.plugin_client.buffers import DeviceArray
+from polyxla_bridge.plugin_client.buffers import DeviceArray, Event
 from polyxla_bridge.plugin_client.client import PluginClient, PluginDevice
-from polyxla_bridge.plugin_client.events import Event
-from polyxla_bridge.plugin_client.memory import Option
+from polyxla_bridge.plugin_client.plugin import Option
 from polyxla_bridge.programs import cache
 from polyxla_bridge.programs.executable import ArrayType, Executable
 

@@ -1,4 +1,4 @@
-"""Arrays on a device, and their way to and from the host."""
+"""Arrays on a plugin's devices, their way to and from the host, and the events that tell when it is done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,44 @@ from typing import Any
 from polyxla_bridge import abi
 from polyxla_bridge.abi import DTYPES, HostBuffer, MemoryLayout, Tiled
 from polyxla_bridge.plugin_client.client import PluginClient, PluginDevice
-from polyxla_bridge.plugin_client.events import Event
+from polyxla_bridge.plugin_client.plugin import Plugin
+
+
+class Event:
+    """An event of a plugin, which owns the object in C. One thread at a time may use it.
+
+    Args:
+        plugin: that made it.
+        handle: the PJRT_Event.
+    """
+
+    __slots__ = ("_handle", "_plugin")
+
+    def __init__(self, plugin: Plugin, handle: int) -> None:
+        self._plugin = plugin
+        self._handle = handle
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has happened, or failed."""
+        ready: bool = self._plugin.call("Event_IsReady", event=self._handle).is_ready
+        return ready
+
+    def wait(self) -> None:
+        """Wait without the GIL until it has happened. Call it once.
+
+        Raises:
+            PjrtError: it failed.
+        """
+        try:
+            self._plugin.call("Event_Await", event=self._handle)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Release it without waiting."""
+        self._plugin.call("Event_Destroy", event=self._handle)
+
 
 TILED = 0
 """``PJRT_Buffer_MemoryLayout_Type_Tiled``."""

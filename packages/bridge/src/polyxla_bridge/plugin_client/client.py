@@ -11,8 +11,14 @@ from typing import Any
 from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.plugin_client.memory import NamedValues, Option, read_array, read_text, read_values
-from polyxla_bridge.plugin_client.plugin import Plugin
+from polyxla_bridge.plugin_client.plugin import (
+    NamedValues,
+    Option,
+    Plugin,
+    read_array,
+    read_text,
+    read_values,
+)
 
 DESTRUCTORS = {
     "Executable_Destroy": "executable",

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyxla_bridge import abi
-from polyxla_bridge.plugin_client.buffers import DeviceArray
+from polyxla_bridge.plugin_client.buffers import DeviceArray, Event
 from polyxla_bridge.plugin_client.client import PluginClient, PluginDevice
-from polyxla_bridge.plugin_client.events import Event
-from polyxla_bridge.plugin_client.memory import HloProgram, Text, read_array, read_text
+from polyxla_bridge.plugin_client.plugin import HloProgram, Text, read_array, read_text
 
 
 class LoadedProgram:

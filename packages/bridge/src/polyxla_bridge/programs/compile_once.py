@@ -1,15 +1,174 @@
-"""One compilation of each program per job, and its compilation cache."""
+"""One compilation of each program per job: claims, results and heartbeats in a key-value store.
+
+The store is that of jaxlib's distributed runtime; process 0 serves it. Whoever reaches its port can write
+there, so every value is sealed with the job's secret, and others do not count.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
+import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
+from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.programs.cache import ProgramCache
-from polyxla_bridge.programs.compile_coordination import CompileCoordinator, Published
 from polyxla_bridge.programs.executable import Executable
+from polyxla_bridge.sealing import sealed, unsealed
+
+CHUNK_BYTES = 64 << 20
+"""Largest value that is stored under one key, in bytes; a protocol buffer is limited to 2 GiB."""
+HEARTBEAT_TIMEOUT_S = 30.0
+"""Longest wait for the next heartbeat of a process that compiles for others, in seconds."""
+_POLL_S = 1.0
+_HEARTBEATS = "polyxla/heartbeats/"
+_RETIRED = "polyxla/retired/"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A program that one process publishes for all.
+
+    Attributes:
+        data: the serialised program.
+        is_hit: whether it came from the compilation cache.
+    """
+
+    data: bytes
+    is_hit: bool
+
+
+class CompileCoordinator:
+    """Decides which process compiles a program, and distributes the result.
+
+    The process that claims a program first compiles it, then stores either its chunks followed by an end
+    record, or an end record with the error. The others poll for the end record.
+
+    Args:
+        link: jaxlib's connection to the store; keys live as long as the job.
+        process: index of this process.
+        secret: the job's.
+    """
+
+    def __init__(self, link: Any, process: int, secret: str) -> None:
+        self._link = link
+        self._process = process
+        self._secret = secret
+        self._beats = 0
+
+    def claim(self, fingerprint: str) -> bool:
+        """Claim a program for this process to compile; return False if another process already has."""
+        try:
+            self._set(_key(fingerprint, "claim"), str(self._process).encode(), may_replace=False)
+        except Exception as error:
+            if str(error).startswith("ALREADY_EXISTS"):
+                return False
+            raise
+        return True
+
+    def publish(self, fingerprint: str, program: Published) -> None:
+        """Publish a claimed program to the processes that wait for it."""
+        data = program.data
+        chunks = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
+        for number, chunk in enumerate(chunks):
+            self._set(_key(fingerprint, str(number)), chunk)
+        # Last, because a reader takes the chunks as complete once the end record exists.
+        self._end(fingerprint, {"chunks": len(chunks), "is_hit": program.is_hit})
+
+    def fail(self, fingerprint: str, error: BaseException) -> None:
+        """Publish the error of a claimed program to the processes that wait for it."""
+        failure = as_pjrt_error(error)
+        self._end(fingerprint, {"code": failure.code, "message": failure.message})
+
+    def _end(self, fingerprint: str, end: dict[str, Any]) -> None:
+        self._set(_key(fingerprint, "end"), json.dumps(end).encode())
+
+    def wait(self, fingerprint: str) -> Published | None:
+        """Wait for a program that another process compiles.
+
+        Returns:
+            The program; None if the heartbeat of the compiling process stopped, or it is none of this job.
+
+        Raises:
+            PjrtError: the program could not be compiled.
+        """
+        compiling = self._read(_key(fingerprint, "claim"))
+        if compiling is None:
+            return None
+        beat, seen = None, time.monotonic()
+        while (end := self._wait_for(_key(fingerprint, "end"), _POLL_S)) is None:
+            now = time.monotonic()
+            if (latest := self.heartbeats().get(compiling.decode())) != beat:
+                beat, seen = latest, now
+            if now - seen > HEARTBEAT_TIMEOUT_S:
+                return None
+        if "message" in end:
+            raise PjrtError(end["code"], end["message"])
+        chunks = [self._read(_key(fingerprint, str(number))) for number in range(end["chunks"])]
+        return None if None in chunks else Published(b"".join(filter(None, chunks)), end["is_hit"])
+
+    def _wait_for(self, key: str, timeout_s: float) -> dict[str, Any] | None:
+        try:
+            data = self._link.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
+        except Exception as error:
+            if str(error).startswith("DEADLINE_EXCEEDED"):
+                return None
+            raise
+        if (end := self._opened(key, data)) is None:
+            # Somebody else's, until the compiling process replaces it.
+            time.sleep(timeout_s)
+            return None
+        found: dict[str, Any] = json.loads(end)
+        return found
+
+    def _set(self, key: str, value: bytes, *, may_replace: bool = True) -> None:
+        self._link.key_value_set_bytes(key, sealed(self._secret, key, value), allow_overwrite=may_replace)
+
+    def _read(self, key: str) -> bytes | None:
+        """Return a value; None if there is none of this job."""
+        try:
+            return self._opened(key, self._link.key_value_try_get_bytes(key))
+        except Exception as error:
+            if str(error).startswith("NOT_FOUND"):
+                return None
+            raise
+
+    def _read_all(self, directory: str) -> dict[str, bytes]:
+        """Return the values of this job whose keys begin with `directory`, by the rest of their keys."""
+        found = self._link.key_value_dir_get_bytes(directory)
+        opened = {key.removeprefix(directory): self._opened(key, value) for key, value in found}
+        return {name: value for name, value in opened.items() if value is not None}
+
+    def _opened(self, key: str, value: bytes) -> bytes | None:
+        try:
+            return unsealed(self._secret, key, value)
+        except ValueError:
+            return None
+
+    def beat(self) -> None:
+        """Publish a heartbeat: this process compiles or computes, so waiting for it is not a stall."""
+        self._beats += 1
+        self._set(f"{_HEARTBEATS}{self._process}", str(self._beats).encode())
+
+    def heartbeats(self) -> dict[str, str]:
+        """Return the last heartbeat of each process, by its index; a process at work changes its own."""
+        return {process: value.decode() for process, value in self._read_all(_HEARTBEATS).items()}
+
+    def retire(self, replica: int) -> None:
+        """Publish that a replica will run no more programs."""
+        self._set(f"{_RETIRED}{replica}", b"")
+
+    def retired(self) -> frozenset[int]:
+        """Return the replicas that will run no more programs."""
+        return frozenset(map(int, self._read_all(_RETIRED)))
+
+
+def _key(fingerprint: str, name: str) -> str:
+    return f"polyxla/programs/{fingerprint}/{name}"
 
 
 class CompileOnce(ABC):

@@ -1,13 +1,22 @@
-"""A compiled program and the types of its arrays."""
+"""A compiled program, the types of its arrays, and its form as bytes.
+
+The bytes have a header for what the compiler's format lacks, then that format:
+``magic, length of the header, header (JSON), optimised HLO, the compiler's bytes, SHA-256 of all before``.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import polyxla_bridge
 from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
@@ -122,3 +131,114 @@ class Executable:
             raise PjrtError(
                 Code.INVALID_ARGUMENT, f"{self.name} takes {len(self.parameters)} arguments, not {count}"
             )
+
+
+_MAGIC = b"polyxla program\n"
+_LENGTH = struct.Struct("<Q")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True)
+class UnpackedProgram:
+    """The result of `unpack`.
+
+    Attributes:
+        executable: the program, without the engine's objects.
+        native: the program in its compiler's format.
+    """
+
+    executable: Executable
+    native: bytes
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a digest of this package's code, which rewrites programs and chooses compiler options.
+
+    A program that other code made may be wrong, also where a framework has kept it, as TorchTPU does.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(polyxla_bridge.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def pack(executable: Executable, native: bytes, compiler: str) -> bytes:
+    """Return a program as bytes that `unpack` of the same code reads.
+
+    Args:
+        executable: the program.
+        native: it, in its compiler's format.
+        compiler: name and version.
+    """
+    header = {
+        "code": code_digest(),
+        "compiler": compiler,
+        "name": executable.name,
+        "outputs": [(one.dtype, one.dims) for one in executable.outputs],
+        "num_replicas": executable.num_replicas,
+        "num_partitions": executable.num_partitions,
+        "devices": executable.devices,
+        "meets": executable.meets,
+        "code_size_bytes": executable.code_size_bytes,
+        "fingerprint": executable.fingerprint,
+        "optimized_hlo_bytes": len(executable.optimized_hlo),
+    }
+    text = json.dumps(header).encode()
+    whole = b"".join((_MAGIC, _LENGTH.pack(len(text)), text, executable.optimized_hlo, native))
+    return whole + hashlib.sha256(whole).digest()
+
+
+def unpack(data: bytes, num_devices: int, compiler: str) -> UnpackedProgram:
+    """Read what `pack` returned.
+
+    Args:
+        data: the bytes.
+        num_devices: number of devices in this job; the program must be compiled for as many, or for some of
+            them.
+        compiler: name and version of the one that must have made the program.
+
+    Raises:
+        PjrtError: the bytes are not such a program, are damaged, or are of other code or another job.
+    """
+    if not data.startswith(_MAGIC):
+        raise _refused("polyxla-bridge did not write these bytes")
+    whole = memoryview(data)[:-_DIGEST_BYTES]
+    if hashlib.sha256(whole).digest() != data[-_DIGEST_BYTES:]:
+        raise _refused(f"the checksum of its {len(data)} bytes is wrong, so it is damaged")
+    start = len(_MAGIC) + _LENGTH.size
+    (length,) = _LENGTH.unpack(whole[len(_MAGIC) : start])
+    header = json.loads(bytes(whole[start : start + length]))
+    _check(header, num_devices, compiler)
+    middle = start + length + header["optimized_hlo_bytes"]
+    executable = Executable(
+        name=header["name"],
+        outputs=tuple(ArrayType(dtype, tuple(dims)) for dtype, dims in header["outputs"]),
+        num_replicas=header["num_replicas"],
+        optimized_hlo=bytes(whole[start + length : middle]),
+        code_size_bytes=header["code_size_bytes"],
+        fingerprint=header["fingerprint"],
+        num_partitions=header["num_partitions"],
+        devices=tuple(header["devices"]),
+        meets=tuple((text, tuple(map(tuple, groups))) for text, groups in header["meets"]),
+    )
+    return UnpackedProgram(executable, bytes(whole[middle:]))
+
+
+def _check(header: dict[str, Any], num_devices: int, compiler: str) -> None:
+    name = header.get("name", "unnamed")
+    expected = {"code": code_digest(), "compiler": compiler}
+    for key, value in expected.items():
+        if header[key] != value:
+            raise _refused(f"{name} was made with {key} {header[key]}, and this is {key} {value}")
+    if chosen := header["devices"]:
+        fits, made_for = max(chosen) < num_devices, f"the devices {chosen}"
+    else:
+        count = header["num_replicas"] * header["num_partitions"]
+        fits, made_for = count == num_devices, f"{count} devices"
+    if not fits:
+        raise _refused(f"{name} was made for {made_for}, and this job has {num_devices}")
+
+
+def _refused(reason: str) -> PjrtError:
+    return PjrtError(Code.INVALID_ARGUMENT, f"this program cannot be loaded: {reason}")

@@ -1,19 +1,21 @@
-"""PJRT functions for the client, its devices and their memories.
+"""PJRT functions for the client, its devices, their memories, and the buffers that need the engine.
 
-The topology of a client, all devices of the job as a compiler sees them, has the client's handle. There is no
-other topology: only clients compile, and `TopologyDescription_Create` is not implemented.
+The other functions for buffers are in native/buffers.c. The topology of a client, all devices of the job as a
+compiler sees them, has the client's handle. There is no other topology: only clients compile, and
+`TopologyDescription_Create` is not implemented.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 from typing import Any
 
 from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.handles import Bridge, address, call, text
+from polyxla_bridge.table.handles import ArrayTypes, Bridge, address, call, host_memory, text
 
 MEMORY_KIND = "device"
 """Kind of a device's only memory."""
@@ -221,3 +223,42 @@ def memory_to_string(bridge: Bridge, args: Any) -> None:
 @call("Memory_AddressableByDevices")
 def memory_addressable_by_devices(bridge: Bridge, args: Any) -> None:
     args.devices, args.num_devices = address(bridge.handles[args.memory].itself), 1
+
+
+@call("Buffer_CopyToDevice")
+def buffer_copy_to_device(bridge: Bridge, args: Any) -> None:
+    args.dst_buffer = _copy(bridge, args.buffer, args.dst_device)
+
+
+@call("Buffer_CopyToMemory")
+def buffer_copy_to_memory(bridge: Bridge, args: Any) -> None:
+    args.dst_buffer = _copy(bridge, args.buffer, args.dst_memory)
+
+
+def _copy(bridge: Bridge, buffer: int, place: int) -> int:
+    bridge.drain()
+    copy = bridge.engine.copy(bridge.buffer(buffer), bridge.handles[place].device)
+    handle: int = bridge.make_buffers(place, [copy], ArrayTypes([copy.type]))[0]
+    return handle
+
+
+@call("Buffer_UnsafePointer")
+def buffer_unsafe_pointer(bridge: Bridge, args: Any) -> None:
+    bridge.drain()
+    args.buffer_pointer = bridge.engine.address(bridge.buffer(args.buffer))
+
+
+@call("Buffer_ToHostBuffer")
+def buffer_to_host_buffer(bridge: Bridge, args: Any) -> None:
+    bridge.drain()
+    buffer = bridge.buffer(args.src)
+    length = math.prod(buffer.type.dims) * abi.width(buffer.type.dtype)
+    if not args.dst:
+        args.dst_size = length
+        return
+    if args.dst_size < length:
+        raise PjrtError(
+            Code.INVALID_ARGUMENT,
+            f"the array has {length} bytes, which do not fit into a buffer of {args.dst_size}",
+        )
+    args.event = bridge.event(bridge.engine.to_host(buffer, host_memory(args.dst, length)))

@@ -11,12 +11,12 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.futures import CompletedFuture
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import hlo, stablehlo
+from polyxla_bridge.programs import compile_request, hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.table.calls_client import MEMORY_KIND
 from polyxla_bridge.table.handles import ArrayTypes, Bridge, address, array, call, read_array, text
 
-READERS: dict[str, Callable[[bytes], bytes]] = {"hlo": bytes, "mlir": stablehlo.to_hlo}
+READERS: dict[str, Callable[[bytes], bytes]] = {"hlo": bytes, "mlir": compile_request.to_hlo}
 """By format, what turns a program into a serialised HloModuleProto. torch_xla sends ``hlo``, JAX and TorchTPU
 send ``mlir``."""
 

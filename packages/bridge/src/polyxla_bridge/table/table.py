@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,43 @@ from typing import Any
 from polyxla_bridge import abi, env, native
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table import calls_buffer, calls_client, calls_executable
-from polyxla_bridge.table.call_record import CallRecord
-from polyxla_bridge.table.cross_host import CrossHost
+from polyxla_bridge.table import calls_client, calls_executable
+from polyxla_bridge.table.extensions import CrossHost, Profiler
 from polyxla_bridge.table.handles import CALLS, Bridge, Call
-from polyxla_bridge.table.profiler import Profiler
+
+
+class CallRecord:
+    """Names of functions that were called, each once, in a file for each process.
+
+    The functions in C are not among them: they are called in threads that must not wait for Python.
+
+    Args:
+        folder: where the files are; it exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: set[tuple[int, str]] = set()
+
+    def add(self, name: str, is_missing: bool) -> None:
+        """Record a call; `is_missing` says that the function was answered with "not implemented"."""
+        # A fork records for itself.
+        process = os.getpid()
+        if (process, name) not in self._known:
+            self._known.add((process, name))
+            with (self._folder / str(process)).open("a") as file:
+                file.write(f"{name}{' missing' if is_missing else ''}\n")
+
+
+def recorded(folder: Path) -> tuple[set[str], set[str]]:
+    """Return the names of the functions that were called, and of those that are missing."""
+    lines = {line for file in folder.iterdir() for line in file.read_text().splitlines()}
+    missing = {line.partition(" ")[0] for line in lines if line.endswith(" missing")}
+    return {line for line in lines if not line.endswith(" missing")} | missing, missing
+
 
 _log = logging.getLogger("polyxla.bridge")
-_IMPLEMENTED = (calls_buffer, calls_client, calls_executable)
+_IMPLEMENTED = (calls_client, calls_executable)
 """Imported so that their functions register themselves in `CALLS`."""
 
 

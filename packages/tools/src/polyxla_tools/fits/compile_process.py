@@ -21,7 +21,7 @@ from typing import Any
 
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import plugin
-from polyxla_bridge.plugin_client.memory import HloProgram, NamedValues, Option, Text, read_values
+from polyxla_bridge.plugin_client.plugin import HloProgram, NamedValues, Option, Text, read_values
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from polyxla import UsageError
 from polyxla.plugin import FOR_TORCH_TPU, FOR_TORCH_XLA, AcceleratorType, LibtpuReleases, pip_install
-from polyxla_bridge.libtpu.host import GENERATIONS
-from polyxla_bridge.plugin_client.memory import Option
+from polyxla_bridge.libtpu.topology import GENERATIONS
+from polyxla_bridge.plugin_client.plugin import Option
 from polyxla_tools.fits.compile_process import Cost
 
 _MEGACORE = ("v4",)

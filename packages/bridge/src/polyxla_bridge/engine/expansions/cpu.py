@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import jax
+
 from polyxla_bridge.engine.expansions import batch_norm, inlining, linear_algebra, max_pool, resize, scan
+from polyxla_bridge.programs import hlo, rewrite
 
 
 def expanded(module: bytes, *, is_partitioned: bool) -> bytes:
@@ -17,4 +20,24 @@ def expanded(module: bytes, *, is_partitioned: bool) -> bytes:
     """
     normalization = batch_norm if is_partitioned else max_pool
     choices = (scan, resize, linear_algebra, normalization)
-    return inlining.replace(module, *(one.choose for one in choices))
+    return inlining.replace(module, *(expansion.choose for expansion in choices))
+
+
+# Otherwise jax would write instructions of int64 as int32.
+jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
+
+
+def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
+    """Rewrite a serialised HloModuleProto as for jaxlib's CPU client.
+
+    Args:
+        module: the program.
+        partitions: number of devices that compute one replica together.
+        replicas: number of replicas.
+
+    Raises:
+        PjrtError: the program has kernels for TPU cores.
+    """
+    hlo.check_kernels(module)
+    simple = expanded(module, is_partitioned=partitions > 1)
+    return hlo.with_layouts(rewrite.for_jaxlib(simple, replicas, is_partitioned=partitions > 1))

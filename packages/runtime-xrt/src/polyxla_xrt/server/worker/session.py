@@ -18,7 +18,7 @@ from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
 from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.programs import hlo
-from polyxla_bridge.programs.compile_options import without_texts
+from polyxla_bridge.programs.compile_request import without_texts
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyxla import UsageError
-from polyxla_bridge.plugin_client.memory import Option
+from polyxla_bridge.plugin_client.plugin import Option
 from polyxla_xrt.config.workers import Worker
 from polyxla_xrt.server.worker.platforms import tpu_host
 from polyxla_xrt.server.worker.platforms.library import TPU, Library

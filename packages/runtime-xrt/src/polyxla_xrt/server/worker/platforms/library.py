@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polyxla import UsageError
-from polyxla_bridge.plugin_client.memory import Option
+from polyxla_bridge.plugin_client.plugin import Option
 from polyxla_xrt.config.workers import Worker, write_workers
 from polyxla_xrt.proto import worker_pb2 as pb
 

@@ -22,7 +22,7 @@ from polyxla.plugin import (
     with_secret,
 )
 from polyxla.plugin import tpu_env as env
-from polyxla_bridge.plugin_client.memory import Option
+from polyxla_bridge.plugin_client.plugin import Option
 from polyxla_xrt.config.workers import Worker
 from polyxla_xrt.server.worker.platforms.library import TPU, Library, SliceMembers
 

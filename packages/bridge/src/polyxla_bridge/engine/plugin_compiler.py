@@ -15,9 +15,9 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import programs
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_bridge.plugin_client.programs import LoadedProgram
-from polyxla_bridge.programs import cache, hlo, merging, program_file, rewrite
+from polyxla_bridge.programs import cache, hlo, merging, rewrite
 from polyxla_bridge.programs.compile_once import CompileOnce
-from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto, HloModuleProtoWithConfig
 
 CPU = "cpu"
@@ -141,9 +141,9 @@ class PluginCompiler(CompileOnce):
 
     def _for_cpu(self, hlo_module: bytes, partitions: int, devices: int) -> bytes:
         # Imported here, because only XLA's CPU compiler needs jax for it.
-        from polyxla_bridge.engine.plugin_engine import cpu_programs
+        from polyxla_bridge.engine.expansions import cpu
 
-        return cpu_programs.rewritten(hlo_module, partitions, devices // partitions)
+        return cpu.rewritten(hlo_module, partitions, devices // partitions)
 
     def _is_portable(self, code: bytes, partitions: int, order: Sequence[int]) -> bool:
         """Return whether any single device may run a program, however many the job has.
@@ -212,11 +212,11 @@ class PluginCompiler(CompileOnce):
         lengths = _LENGTHS.pack(len(program.options), len(program.source))
         native = program.native or program.loaded.serialize()
         whole = b"".join((lengths, program.options, program.source, native))
-        return program_file.pack(executable, whole, self.name)
+        return pack(executable, whole, self.name)
 
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process whose plugin is the same and has as many devices."""
-        unpacked = program_file.unpack(data, len(self._client.devices), self.name)
+        unpacked = unpack(data, len(self._client.devices), self.name)
         whole = unpacked.native
         length, source_length = _LENGTHS.unpack_from(whole)
         middle = _LENGTHS.size + length

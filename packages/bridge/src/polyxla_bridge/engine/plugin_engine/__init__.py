@@ -1,1 +1,0 @@
-"""The parts of `polyxla_bridge.engine.pjrt_engine.PjrtEngine`."""
