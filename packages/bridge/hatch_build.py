@@ -76,7 +76,9 @@ def header(path: Path) -> str:
     codes = {name: code for name, code in vars(abi["Code"]).items() if name.isupper()}
     codes["HOST_MEMORY_ALLOCATOR"] = abi["EXTENSION_TYPE_HOST_MEMORY_ALLOCATOR"]
     widths = ", ".join(f'{{"{name}", {abi["width"](name)}}}' for name in abi["DTYPES"])
-    lines = [f"typedef struct {{ {' '.join(members(one, names))} }} {name};" for name, one in structs.items()]
+    lines = [
+        f"typedef struct {{ {' '.join(members(struct, names))} }} {name};" for name, struct in structs.items()
+    ]
     lines.append(f"enum {{ {', '.join(f'{name} = {code}' for name, code in codes.items())} }};")
     lines.append(f"static const struct {{ const char *name; size_t width; }} DTYPES[] = {{{widths}}};")
     return "\n".join(["#include <stdbool.h>", "#include <stddef.h>", "#include <stdint.h>", *lines, ""])

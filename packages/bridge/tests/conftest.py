@@ -157,10 +157,12 @@ def printed(run: Callable[..., Processes]) -> Callable[..., list[list[str]]]:
 
     def printed(program: str, *arguments: str, replicas: int = 1, processes: int = 1) -> list[list[str]]:
         done = run(program, *arguments, replicas=replicas, processes=processes)
-        assert [one.returncode for one in done] == [0] * processes, [one.stderr[-3000:] for one in done]
+        assert [process.returncode for process in done] == [0] * processes, [
+            process.stderr[-3000:] for process in done
+        ]
         # Neither a traceback nor a warning.
-        assert [one.stderr for one in done] == [""] * processes
-        return [one.stdout.splitlines() for one in done]
+        assert [process.stderr for process in done] == [""] * processes
+        return [process.stdout.splitlines() for process in done]
 
     return printed
 
@@ -194,9 +196,9 @@ def started() -> Callable[..., AbstractContextManager[list[subprocess.Popen[str]
             try:
                 yield running
             finally:
-                for one in running:
-                    one.kill()
-                    one.communicate(timeout=TIMEOUT_S)
+                for child in running:
+                    child.kill()
+                    child.communicate(timeout=TIMEOUT_S)
 
     return started
 
@@ -218,9 +220,11 @@ def outcomes(
             texts: list[tuple[str, str]] = [("", "")] * processes
             threads = [
                 threading.Thread(
-                    target=lambda i=i, one=one: texts.__setitem__(i, one.communicate(timeout=TIMEOUT_S))
+                    target=lambda i=i, process=process: texts.__setitem__(
+                        i, process.communicate(timeout=TIMEOUT_S)
+                    )
                 )
-                for i, one in enumerate(running)
+                for i, process in enumerate(running)
             ]
             for thread in threads:
                 thread.start()
@@ -228,11 +232,11 @@ def outcomes(
                 thread.join(TIMEOUT_S + 1)
             return [
                 (
-                    one.returncode,
+                    process.returncode,
                     [line.removeprefix("> ") for line in out.splitlines() if line.startswith("> ")],
                     err,
                 )
-                for one, (out, err) in zip(running, texts, strict=True)
+                for process, (out, err) in zip(running, texts, strict=True)
             ]
 
     return outcomes

@@ -34,7 +34,7 @@ class _Store:
 
 
 def _program(*meets: Any) -> Executable:
-    whole = tuple((one, ()) if isinstance(one, str) else one for one in meets)
+    whole = tuple((meet, ()) if isinstance(meet, str) else meet for meet in meets)
     return Executable("step", (), 4, b"", 0, "", meets=whole)
 
 

@@ -32,7 +32,7 @@ def written(data: bytes) -> str:
 def aliases(data: bytes) -> set[tuple[tuple[int, ...], int]]:
     """Return which result takes the memory of which argument."""
     entries = hlo.parse_module(data).input_output_alias.entries
-    return {(tuple(one.output_shape_index), one.parameter_number) for one in entries}
+    return {(tuple(entry.output_shape_index), entry.parameter_number) for entry in entries}
 
 
 def donating(results: str, donors: str) -> bytes:
@@ -46,7 +46,7 @@ def test_a_tuple_of_all_arguments_becomes_one_parameter_for_each() -> None:
     text = written(data)
     found = re.findall(r"= (f32\[\d*\])\S* parameter\((\d)\), sharding=(\{.*\})", text)
     replicated = "{replicated}"
-    assert sorted(found, key=lambda one: one[1]) == [
+    assert sorted(found, key=lambda pair: pair[1]) == [
         ("f32[4]", "0", "{devices=[2]<=[2]}"),
         ("f32[]", "1", replicated),
         ("f32[2]", "2", replicated),

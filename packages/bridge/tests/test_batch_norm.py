@@ -46,7 +46,7 @@ def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> list[np.ndar
     devices = _jax.DeviceList((jax.devices("cpu")[0],))
     module = _jax.mlir.hlo_to_stablehlo(data)
     loaded = client.compile_and_load(module, devices, xla_client.CompileOptions())
-    results = loaded.execute_sharded([jax.device_put(one) for one in arguments])
+    results = loaded.execute_sharded([jax.device_put(argument) for argument in arguments])
     return [np.asarray(parts[0]) for parts in results.disassemble_into_single_device_arrays()]
 
 
@@ -79,10 +79,10 @@ def test_the_expansion_computes_what_the_instruction_does(
         expected, found = computed(data, arguments), computed(expanded, arguments)
     assert len(expected) == len(found) == (1 if kind == "batch-norm-inference" else 3)
     precision = {"f64": 1e-9, "f32": 1e-4, "bf16": 0.06}[dtype]
-    for one, other in zip(expected, found, strict=True):
-        assert one.dtype == other.dtype
+    for array, other in zip(expected, found, strict=True):
+        assert array.dtype == other.dtype
         np.testing.assert_allclose(
-            other.astype(np.float64), one.astype(np.float64), rtol=precision, atol=precision
+            other.astype(np.float64), array.astype(np.float64), rtol=precision, atol=precision
         )
 
 

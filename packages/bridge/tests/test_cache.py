@@ -56,7 +56,7 @@ def job(bridge: BridgeSettings, factor: int = 2) -> tuple[int, int]:
         host = np.arange(4, dtype=np.float32)
         type_ = ArrayType("float32", (4,))
         inputs = [
-            engine.from_host(one, type_, memoryview(host.view(np.uint8).data)) for one in engine.devices
+            engine.from_host(device, type_, memoryview(host.view(np.uint8).data)) for device in engine.devices
         ]
         results = [engine.execute(compiled, device, [inputs[device.index]])[0] for device in engine.devices]
         for result in results:
@@ -73,7 +73,7 @@ def test_the_second_job_loads_what_the_first_compiled(tmp_path: Path, replicas: 
     assert job(job_settings(directory, replicas)) == (1, 0)
     assert job(job_settings(directory, replicas)) == (0, 1)
     assert job(job_settings(directory, replicas), factor=3) == (1, 0)
-    assert [one.name.startswith("polyxla-") for one in directory.iterdir()] == [True, True]
+    assert [path.name.startswith("polyxla-") for path in directory.iterdir()] == [True, True]
 
 
 def test_without_a_directory_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def put(directory: Path, name: str, size: int, age_s: float) -> Path:
 
 
 def names(directory: Path) -> set[str]:
-    return {one.name for one in directory.iterdir()}
+    return {path.name for path in directory.iterdir()}
 
 
 def test_the_least_recently_used_programs_are_evicted(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_an_unfinished_file_is_deleted_when_it_is_old(tmp_path: Path) -> None:
 def test_many_processes_write_read_and_sweep_at_once(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), "many_writes", str(tmp_path)]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [(one.communicate(timeout=60)[1], one.returncode) for one in writers] == [("", 0)] * 4
+    assert [(process.communicate(timeout=60)[1], process.returncode) for process in writers] == [("", 0)] * 4
     CacheDirectory(tmp_path, 5_000).sweep()
     left = list(tmp_path.iterdir())
     assert 1 <= len(left) <= 5

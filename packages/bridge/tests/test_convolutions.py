@@ -23,7 +23,7 @@ def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> list[np.ndar
     program = device.client.compile_and_load(
         _jax.mlir.hlo_to_stablehlo(data), _jax.DeviceList((device,)), xla_client.CompileOptions()
     )
-    results = program.execute_sharded([jax.device_put(one) for one in arguments])
+    results = program.execute_sharded([jax.device_put(argument) for argument in arguments])
     return [np.asarray(parts[0]) for parts in results.disassemble_into_single_device_arrays()]
 
 
@@ -42,8 +42,8 @@ def test_the_kernel_is_reversed_before_the_convolution(reversal: str) -> None:
 
     numbers = np.random.default_rng(0)
     arguments = [numbers.random(dims).astype(np.float32) for dims in ((3, 4, 8, 9), (4, 2, 3, 5))]
-    for one, other in zip(computed(data, arguments), computed(rewritten, arguments), strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5)
+    for array, other in zip(computed(data, arguments), computed(rewritten, arguments), strict=True):
+        np.testing.assert_allclose(other, array, rtol=1e-5)
 
 
 def test_another_convolution_stays_as_it_is() -> None:

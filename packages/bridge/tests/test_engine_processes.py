@@ -123,7 +123,7 @@ def test_missing_processes_are_named_in_all_others() -> None:
         [BridgeSettings(8, 4, process, coordinator, secret=SECRET) for process in (0, 2)], 1
     )
     text = f"replicas [2, 3, 6, 7] (processes [1, 3] of 4) did not connect to {coordinator} within 1 s"
-    assert [str(one) for one in found] == [text, text]
+    assert [str(failure) for failure in found] == [text, text]
 
 
 def test_a_missing_process_0_is_named() -> None:
@@ -144,8 +144,8 @@ def test_processes_of_jobs_of_different_size_are_refused() -> None:
         20,
     )
     assert all(
-        "process 1 expects a job of {'replicas': 2, 'processes': 2}, process 0 one of" in str(one)
-        for one in found
+        "process 1 expects a job of {'replicas': 2, 'processes': 2}, process 0 one of" in str(failure)
+        for failure in found
     )
 
 

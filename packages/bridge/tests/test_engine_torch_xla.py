@@ -36,11 +36,11 @@ def test_the_engine_can_load_a_program_that_torch_xla_cached(printed: Printed, t
     Source: https://github.com/pytorch/xla/issues/9094 (it calls a function that plugins do not have).
     """
     assert printed("torch_xla_cache.py", str(tmp_path)) == [["2.0 1"]]
-    (cached,) = [one for one in tmp_path.iterdir() if not one.name.startswith("polyxla-")]
+    (cached,) = [path for path in tmp_path.iterdir() if not path.name.startswith("polyxla-")]
     engine = JaxEngine(BridgeSettings())
     try:
         executable = engine.deserialize(cached.read_bytes())
-        assert (2, 2) in [one.dims for one in executable.outputs]
+        assert (2, 2) in [output.dims for output in executable.outputs]
         assert engine.compiles == 0
     finally:
         engine.close()
@@ -56,17 +56,17 @@ def test_the_next_job_compiles_nothing(
         for _ in range(2)
     )
     # Only the warning of torch_xla's own attempt to load.
-    lines = [line for one in (*before, *after) for line in one.stderr.splitlines()]
+    lines = [line for process in (*before, *after) for line in process.stderr.splitlines()]
     assert [line for line in lines if "Failed to deserialize executable" not in line] == []
-    (first, second) = ([one.stdout.splitlines() for one in job] for job in (before, after))
-    assert [one[0] for one in first] == [one[0] for one in second]
-    counts = [[tuple(map(int, one[1].split())) for one in job] for job in (first, second)]
-    of_each = [sum(len(name) == 64 for name in one[0].split()) for one in first]
-    programs = len({name for one in first for name in one[0].split() if len(name) == 64})
+    (first, second) = ([process.stdout.splitlines() for process in job] for job in (before, after))
+    assert [printed[0] for printed in first] == [printed[0] for printed in second]
+    counts = [[tuple(map(int, process[1].split())) for process in job] for job in (first, second)]
+    of_each = [sum(len(name) == 64 for name in printed[0].split()) for printed in first]
+    programs = len({name for printed in first for name in printed[0].split() if len(name) == 64})
     assert [sum(compiles for compiles, _, _ in job) for job in counts] == [programs, 0]
     # Each process counts the programs that it needs, whichever process compiles or loads them.
-    assert [one[1:] for one in counts[0]] == [(0, count) for count in of_each]
-    assert [one[1:] for one in counts[1]] == [(count, 0) for count in of_each]
+    assert [count_row[1:] for count_row in counts[0]] == [(0, count) for count in of_each]
+    assert [count_row[1:] for count_row in counts[1]] == [(count, 0) for count in of_each]
 
 
 def test_memory_counters_equal_the_size_of_tensors(printed: Printed) -> None:

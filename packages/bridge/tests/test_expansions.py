@@ -29,9 +29,9 @@ def engine() -> Iterator[JaxEngine]:
 
 
 def computed(engine: JaxEngine, text: str, *arguments: Any) -> list[Any]:
-    buffers = [upload(engine, one) for one in arguments]
+    buffers = [upload(engine, argument) for argument in arguments]
     results = engine.execute(compiled(engine, text), engine.devices[0], buffers)
-    return [download(engine, one) for one in results]
+    return [download(engine, result) for result in results]
 
 
 def test_a_dynamic_slice_takes_its_indices_in_one_vector(engine: JaxEngine) -> None:

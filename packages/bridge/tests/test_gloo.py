@@ -41,7 +41,7 @@ def test_gloo_waits_by_the_function_that_naps(engine: JaxEngine) -> None:
         data = np.array([index + 1], np.float32).view(np.uint8).data
         argument = engine.from_host(device, ArrayType("float32", ()), data)
         results += engine.execute(executable, device, [argument])
-    hosts = [engine.to_host(one).result(TIMEOUT_S) for one in results]
+    hosts = [engine.to_host(result).result(TIMEOUT_S) for result in results]
     assert [np.frombuffer(host, np.float32)[0] for host in hosts] == [3, 3]
     assert native.LOCKED.polyxla_waits() > before
 

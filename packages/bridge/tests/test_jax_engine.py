@@ -118,7 +118,7 @@ def test_the_same_program_is_compiled_once(engine: JaxEngine) -> None:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    assert len({id(one) for one in found}) == 1
+    assert len({id(executable) for executable in found}) == 1
 
 
 @pytest.mark.parametrize(("combine", "expected"), [("and", 8), ("or", 15), ("xor", 7)])
@@ -174,6 +174,6 @@ def test_an_xla_flag_of_the_user_takes_precedence(engine: JaxEngine) -> None:
     example = np.ones((64, 64), np.float32)
     flag = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT"
     other = JaxEngine(BridgeSettings(xla_flags=flag))
-    hlos = [compiled(one, lambda a: a @ a, example).optimized_hlo for one in (engine, other)]
-    assert [b"ynn" in one for one in hlos] == [False, True]
+    hlos = [compiled(each, lambda a: a @ a, example).optimized_hlo for each in (engine, other)]
+    assert [b"ynn" in code for code in hlos] == [False, True]
     other.close()

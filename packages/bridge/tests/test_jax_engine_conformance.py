@@ -65,7 +65,7 @@ def test_some_devices_meet_in_a_program_without_the_others(open_engine: OpenEngi
             for index in (1, 3)
         ]
         # In the program, device 3 has number 0.
-        assert [float(download(engine, one)) for one in results] == [5, 4]
+        assert [float(download(engine, result)) for result in results] == [5, 4]
 
 
 def test_some_devices_run_a_partitioned_program(open_engine: OpenEngine) -> None:

@@ -53,8 +53,8 @@ def _slice(chips: str, bounds: str, dev: Path, visible: list[int], ports: list[i
 def test_torch_xla_trains_on_an_emulated_v4(run: Run, slice_of: SliceOf) -> None:
     environs = slice_of("v4:2x2x1", "2,2,1", [0, 1, 2, 3])
     done = run("emulated_tpu.py", replicas=4, processes=4, environs=environs)
-    assert [one.returncode for one in done] == [0] * 4, [one.stderr[-2000:] for one in done]
-    lines = [one.stdout.splitlines() for one in done]
+    assert [process.returncode for process in done] == [0] * 4, [process.stderr[-2000:] for process in done]
+    lines = [process.stdout.splitlines() for process in done]
     assert [line[0] for line in lines] == [f"TPU {task} 4" for task in range(4)]
     places = [
         ("TPU:0", [0, 0, 0], 0),
@@ -65,7 +65,7 @@ def test_torch_xla_trains_on_an_emulated_v4(run: Run, slice_of: SliceOf) -> None
     assert [ast.literal_eval(line[1]) for line in lines] == [places] * 4
     assert [line[2] for line in lines] == [f"[({ordinal}, [6.0, 6.0])]" for ordinal in (0, 2, 1, 3)]
     assert [line[3] for line in lines] == ["32"] * 4, "GiB"
-    assert [one.stderr for one in done] == [""] * 4
+    assert [process.stderr for process in done] == [""] * 4
 
 
 def test_a_chip_of_an_emulated_v3_is_two_devices(run: Run, slice_of: SliceOf) -> None:
@@ -129,8 +129,10 @@ print(jax.devices(), jax.jit(lambda x: x @ x + 1)(jnp.ones((3, 3))).sum(), "torc
 
 def test_a_wrong_box_is_refused_in_every_process(run: Run, slice_of: SliceOf) -> None:
     done = run("emulated_tpu.py", replicas=2, processes=2, environs=slice_of("v4:2x2x1", "2,1,1", [0, 1]))
-    assert [one.returncode for one in done] == [1, 1]
-    assert all("duplicate coordinate assignment: two of the chips in use" in one.stderr for one in done), done
+    assert [process.returncode for process in done] == [1, 1]
+    assert all(
+        "duplicate coordinate assignment: two of the chips in use" in process.stderr for process in done
+    ), done
 
 
 def test_an_emulated_libtpu_that_cannot_start_says_why(run: Run, slice_of: SliceOf) -> None:

@@ -37,7 +37,7 @@ CHIP_1 = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_VISIBLE_CHIPS": "1"}
 
 def numbers(here: Host, environs: list[dict[str, str]]) -> list[tuple[int, ...]]:
     """Return the replicas of each process."""
-    places = {task: Topology.read(one, here).places(here) for task, one in enumerate(environs)}
+    places = {task: Topology.read(environ, here).places(here) for task, environ in enumerate(environs)}
     return [share.replicas for share in numbering.by_coordinates(places).values()]
 
 
@@ -65,21 +65,23 @@ def test_processes_share_a_chip_whose_devices_the_bounds_count(
     bounds: str, processes: int, expected: list[int]
 ) -> None:
     shared = [
-        one | {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1,1"}
-        for one in one_chip_each(bounds, processes, per_host=processes)
+        process | {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1,1"}
+        for process in one_chip_each(bounds, processes, per_host=processes)
     ]
     here = host("v7x:2x2x1")
     assert numbers(here, shared) == [(number,) for number in expected]
     alone = Topology.read({"TPU_PROCESS_BOUNDS": "1,1,1", **CHIP_1}, here)
     assert alone.devices(here) == (2, 3)
-    assert {Topology.read(one, here).devices(here) for one in shared} == {(i,) for i in range(processes)}
+    assert {Topology.read(environ, here).devices(here) for environ in shared} == {
+        (i,) for i in range(processes)
+    }
 
 
 def test_the_second_host_of_shared_chips_is_beside_the_first() -> None:
     environs = one_chip_each("2,2,2,2", 16, per_host=8)
-    shared = [one | {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1,1"} for one in environs]
+    shared = [environ | {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1,1"} for environ in environs]
     here = host("v7x:2x2x1")
-    places = [Topology.read(one, here).places(here) for one in shared]
+    places = [Topology.read(environ, here).places(here) for environ in shared]
     assert places[0] == ((0, 0, 0, 0),)
     assert places[9] == ((0, 0, 1, 1),)
     assert len(set(places)) == 16

@@ -32,7 +32,7 @@ def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> np.ndarray[A
     (device,) = jax.devices("cpu")[:1]
     module, devices = _jax.mlir.hlo_to_stablehlo(data), _jax.DeviceList((device,))
     loaded = device.client.compile_and_load(module, devices, xla_client.CompileOptions())
-    results = loaded.execute_sharded([jax.device_put(one) for one in arguments])
+    results = loaded.execute_sharded([jax.device_put(argument) for argument in arguments])
     return np.asarray(results.disassemble_into_single_device_arrays()[0][0])
 
 

@@ -25,7 +25,7 @@ SUM = "ROOT r = f32[] all-reduce(y), replica_groups={}, to_apply=add"
 
 def opcodes(code: bytes) -> list[str]:
     (entry,) = hlo.parse_module(code).computations[-1:]
-    return [one.opcode for one in entry.instructions]
+    return [instruction.opcode for instruction in entry.instructions]
 
 
 def test_what_is_the_same_is_there_once() -> None:
@@ -106,4 +106,7 @@ def test_a_result_of_its_own_reaches_each_replica(open_engine: OpenEngine) -> No
     for device, number, name in zip(engine.devices, (2, 5), ("negate", "abs"), strict=True):
         one = engine.compile(program(body.format(number, name)), OPTIONS)
         results.append(engine.execute(one, device, [upload(engine, np.float32(10), device.index)]))
-    assert [[float(download(engine, one)) for one in row] for row in results] == [[70, 20, -70], [70, 50, 70]]
+    assert [[float(download(engine, argument)) for argument in row] for row in results] == [
+        [70, 20, -70],
+        [70, 50, 70],
+    ]

@@ -133,11 +133,11 @@ def test_a_buffer_deleted_before_python_sees_it_is_skipped(call: Caller) -> None
     with call.bridge._drain_lock:
         # The draining thread waits for this lock, with one record at most.
         made = [call.put(b"x", [1]) for _ in range(100)]
-        for one in made:
-            call("Buffer_Delete", buffer=one.buffer)
-            assert call("Buffer_IsDeleted", buffer=one.buffer).is_deleted
-            call("Buffer_Destroy", buffer=one.buffer)
-            call("Event_Destroy", event=one.done_with_host_buffer)
+        for handle in made:
+            call("Buffer_Delete", buffer=handle.buffer)
+            assert call("Buffer_IsDeleted", buffer=handle.buffer).is_deleted
+            call("Buffer_Destroy", buffer=handle.buffer)
+            call("Event_Destroy", event=handle.done_with_host_buffer)
         call.bridge.drain()
     assert not call.engine.received
     assert not call.engine.deleted
@@ -217,7 +217,9 @@ def test_results_are_ready_when_the_engine_is_and_deleted_when_torch_xla_destroy
     ]
     handles = call.bridge.make_buffers(call.device, buffers, ArrayTypes(types))[:]
     ready = [call("Buffer_ReadyEvent", buffer=handle).event for handle in handles]
-    assert [call("Buffer_OnDeviceSizeInBytes", buffer=one).on_device_size_in_bytes for one in handles] == [
+    assert [
+        call("Buffer_OnDeviceSizeInBytes", buffer=handle).on_device_size_in_bytes for handle in handles
+    ] == [
         24,
         1,
     ]
@@ -246,7 +248,9 @@ def test_the_topology_of_a_client_has_its_devices(call: Caller) -> None:
     assert call("TopologyDescription_Attributes", topology=topology).num_attributes == 0
     found = call("TopologyDescription_GetDeviceDescriptions", topology=topology)
     descriptions = (ctypes.c_void_p * found.num_descriptions).from_address(found.descriptions)[:]
-    assert [call("DeviceDescription_Id", device_description=one).id for one in descriptions] == [0]
+    assert [
+        call("DeviceDescription_Id", device_description=description).id for description in descriptions
+    ] == [0]
     # Of a topology that the client owns.
     call("TopologyDescription_Destroy", topology=topology)
     assert call("Client_Devices", client=call.client).num_devices == 1

@@ -64,7 +64,7 @@ class TestConformance(EngineConformance, MemoryLimitConformance):
 def test_devices_are_described(open_engine: OpenEngine) -> None:
     engine = open_engine(2)
     assert (engine.platform, engine.process_index) == ("CPU", 0)
-    assert [(one.index, one.is_local, one.kind, one.place) for one in engine.devices] == [
+    assert [(device.index, device.is_local, device.kind, device.place) for device in engine.devices] == [
         (0, True, "cpu", None),
         (1, True, "cpu", None),
     ]
@@ -143,8 +143,8 @@ def test_compiled_programs_are_cached_for_later_jobs(cpu_plugin: Path, tmp_path:
         engine = PjrtEngine(settings, cpu_plugin, {"cpu_device_count": 2}, found.append)
         summing, doubling = (engine.compile(program, OPTIONS) for program in programs)
         inputs = [upload(engine, ones(index + 1), index) for index in range(2)]
-        results = [engine.execute(summing, one, [inputs[one.index]])[0] for one in engine.devices]
-        assert [download(engine, one)[0] for one in results] == [3, 3]
+        results = [engine.execute(summing, device, [inputs[device.index]])[0] for device in engine.devices]
+        assert [download(engine, result)[0] for result in results] == [3, 3]
         (twice,) = engine.execute(doubling, engine.devices[1], [upload(engine, np.float32(2), 1)])
         assert download(engine, twice) == 4
         engine.close()
@@ -165,8 +165,8 @@ def test_programs_with_other_collectives_end_with_an_error_on_all_replicas(open_
         .replace("MORE", ""),
     )
     results = [
-        engine.execute(one, device, [upload(engine, ones(1), device.index)])[0]
-        for one, device in zip((summing, turning), engine.devices, strict=True)
+        engine.execute(program, device, [upload(engine, ones(1), device.index)])[0]
+        for program, device in zip((summing, turning), engine.devices, strict=True)
     ]
     for result in results:
         with pytest.raises(
@@ -175,9 +175,10 @@ def test_programs_with_other_collectives_end_with_an_error_on_all_replicas(open_
             download(engine, result)
     # Both devices still work.
     results = [
-        engine.execute(summing, one, [upload(engine, ones(1), one.index)])[0] for one in engine.devices
+        engine.execute(summing, device, [upload(engine, ones(1), device.index)])[0]
+        for device in engine.devices
     ]
-    assert [download(engine, one)[0] for one in results] == [-2, -2]
+    assert [download(engine, result)[0] for result in results] == [-2, -2]
 
 
 def test_an_argument_that_fails_on_one_replica_fails_on_all(open_engine: OpenEngine) -> None:
@@ -197,7 +198,7 @@ def test_a_closed_engine_leaves_no_threads(cpu_plugin: Path) -> None:
     engine = PjrtEngine(BridgeSettings(), cpu_plugin, {"cpu_device_count": 2})
     download(engine, upload(engine, ones(1)))
     engine.close()
-    assert {one for one in threading.enumerate() if one.is_alive()} <= before
+    assert {thread for thread in threading.enumerate() if thread.is_alive()} <= before
 
 
 def test_torch_xla_trains_on_a_plugin(run: Run, on_plugin: Callable[[int], dict[str, str]]) -> None:
@@ -230,7 +231,7 @@ for device in ("xla", "cpu"):
     y = torch.nn.functional.max_pool2d(x, 3, 2)
     (y * y).sum().backward()
     results.append((y.detach().cpu(), x.grad.cpu()))
-print([torch.equal(one, other) for one, other in zip(*results)])
+print([torch.equal(tensor, other) for tensor, other in zip(*results)])
 """
 
 
@@ -275,7 +276,7 @@ def emulating(chips: int) -> BridgeSettings:
 def test_emulated_chips_have_their_names_and_places(cpu_plugin: Path) -> None:
     engine = PjrtEngine(emulating(2), cpu_plugin, {"cpu_device_count": 2})
     assert engine.platform == "TPU"
-    assert [(one.index, one.kind, one.place) for one in engine.devices] == [
+    assert [(device.index, device.kind, device.place) for device in engine.devices] == [
         (0, "TPU v5 lite", (0, 0, 0, 0)),
         (1, "TPU v5 lite", (1, 0, 0, 0)),
     ]

@@ -34,8 +34,8 @@ def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> list[np.ndar
     (device,) = jax.devices("cpu")[:1]
     module, devices = _jax.mlir.hlo_to_stablehlo(data), _jax.DeviceList((device,))
     loaded = device.client.compile_and_load(module, devices, xla_client.CompileOptions())
-    results = loaded.execute_sharded([jax.device_put(one) for one in arguments])
-    return [np.asarray(one[0]) for one in results.disassemble_into_single_device_arrays()]
+    results = loaded.execute_sharded([jax.device_put(argument) for argument in arguments])
+    return [np.asarray(part[0]) for part in results.disassemble_into_single_device_arrays()]
 
 
 def totals(x: np.ndarray[Any, Any], i: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -123,9 +123,9 @@ def test_the_cache_keeps_partitioned_programs_apart(run: Run, tmp_path: Path) ->
         (done,) = run("spmd_cached.py", how, replicas=4, environs=environs)
         assert (done.returncode, done.stderr) == (0, "")
         found.append(done.stdout.split())
-    compiles = [int(one[1]) for one in found]
-    assert [one[0] for one in found] == ["2.0"] * 4
-    assert [one[2] for one in found] == ["0", "0", str(compiles[0]), str(compiles[1])]
+    compiles = [int(words[1]) for words in found]
+    assert [words[0] for words in found] == ["2.0"] * 4
+    assert [words[2] for words in found] == ["0", "0", str(compiles[0]), str(compiles[1])]
     assert min(compiles[:2]) > 0
     assert compiles[2:] == [0, 0]
 

@@ -133,7 +133,7 @@ z = y + 1
 torch_xla.sync()
 context = torch_xla._XLAC.lowering.LoweringContext("mine")
 context.build([x + 1])
-print([one.sum().item() for one in context.parameter_id_tensor_mapping().values() if one.dim()])
+print([tensor.sum().item() for tensor in context.parameter_id_tensor_mapping().values() if tensor.dim()])
 """
     assert printed(code) == [[f"[{size}.0]"]]
 

@@ -169,8 +169,8 @@ def _leave_at_once(bridge: Bridge, table: Table) -> None:
     processes, which may wait for this one. When Python is finalised, a C++ thread that calls it is ended, and
     the process with it (signal 6).
     """
-    for one in (_leave_at_once, _leave):
-        atexit.unregister(one)
+    for function in (_leave_at_once, _leave):
+        atexit.unregister(function)
     atexit._run_exitfuncs()  # noqa: SLF001
     # What the framework's threads still run fails when the engine is closed.
     table.holds_failures = True

@@ -348,7 +348,7 @@ def plugin_options(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _is_option(value: Any) -> bool:
     if isinstance(value, list):
-        return all(type(one) is int for one in value)
+        return all(type(number) is int for number in value)
     return isinstance(value, str | int | float)
 
 

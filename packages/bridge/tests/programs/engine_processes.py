@@ -30,7 +30,13 @@ def one_program() -> None:
     total = SETTINGS.replicas * (SETTINGS.replicas + 1) / 2
     say(engine.compiles, all(value(result) == total for result in results), executable.name)
     engine.close()
-    say([one.name for one in threading.enumerate() if one.name.startswith("polyxla") and one.is_alive()])
+    say(
+        [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name.startswith("polyxla") and thread.is_alive()
+        ]
+    )
 
 
 def different_programs() -> None:
@@ -124,7 +130,7 @@ def backends_of_jax() -> None:
     engine = JaxEngine(SETTINGS)
     executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
     results = [run(engine, executable, index, 1) for index in SETTINGS.local]
-    say([value(one) for one in results], xla_bridge._backends)
+    say([value(result) for result in results], xla_bridge._backends)
     engine.close()
 
 

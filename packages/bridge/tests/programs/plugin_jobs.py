@@ -41,8 +41,10 @@ def many_jobs() -> None:
             inputs[device.index], _ = engine.execute(
                 programs[1], device, [inputs[device.index], upload(engine, ones(1), device.index)]
             )
-        results = [engine.execute(programs[0], one, [inputs[one.index]])[0] for one in engine.devices]
-        assert [download(engine, one)[0] for one in results] == [4, 4]
+        results = [
+            engine.execute(programs[0], device, [inputs[device.index]])[0] for device in engine.devices
+        ]
+        assert [download(engine, result)[0] for result in results] == [4, 4]
         large = upload(engine, np.zeros(1 << 20, np.uint8))
         assert not large.is_deleted
         engine.close()
@@ -55,15 +57,15 @@ def many_jobs() -> None:
 def emulated_libtpu() -> None:
     """Run programs on the devices of an emulated libtpu, which is a PJRT plugin, too."""
     engine = PjrtEngine(BridgeSettings(), LIBRARY)
-    say(engine.platform, [one.place for one in engine.devices], engine.devices[0].kind)
+    say(engine.platform, [device.place for device in engine.devices], engine.devices[0].kind)
     count = len(engine.devices)
     x, y = upload(engine, ones(1)), upload(engine, ones(2))
     total, _ = engine.execute(compiled(engine, DONATING), engine.devices[0], [x, y])
     say(download(engine, total).tolist(), x.is_deleted)
     summing = compiled(engine, every(count))
     inputs = [upload(engine, ones(index), index) for index in range(count)]
-    results = [engine.execute(summing, one, [inputs[one.index]])[0] for one in engine.devices]
-    say([float(download(engine, one)[0]) for one in results])
+    results = [engine.execute(summing, device, [inputs[device.index]])[0] for device in engine.devices]
+    say([float(download(engine, result)[0]) for result in results])
     say(dict(engine.memory_stats(engine.devices[0]))["bytes_in_use"])
     engine.close()
     say(engine.live_buffers)

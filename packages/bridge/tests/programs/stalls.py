@@ -119,7 +119,7 @@ def handler_is_called() -> None:
         time.sleep(0.1)
     time.sleep(3)
     results.append(run(engine, every, 1, 1))
-    say(len(reports), [value(one) for one in results])
+    say(len(reports), [value(result) for result in results])
     engine.close()
 
 
@@ -171,10 +171,10 @@ def replica_is_busy(reason: str) -> None:
 
     sums: dict[int, float | None] = dict.fromkeys(SETTINGS.local)
     threads = [threading.Thread(target=replica, args=(index,)) for index in SETTINGS.local]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(60)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
     engine.close()
     say(sums)
 

@@ -32,7 +32,7 @@ def everywhere(function: Callable[[], T]) -> list[T]:
 
 def engine() -> JaxEngine:
     """Return the engine of this process."""
-    (found,) = [one for one in gc.get_objects() if type(one) is JaxEngine]
+    (found,) = [found for found in gc.get_objects() if type(found) is JaxEngine]
     return found
 
 

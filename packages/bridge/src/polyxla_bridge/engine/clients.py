@@ -152,7 +152,7 @@ class Clients:
         if num_partitions == 1:
             return _jax.DeviceList((self._device(index),))
         every = self._clients[index].devices()
-        return _jax.DeviceList(tuple(every[one] for one in sorted(devices) or range(len(every))))
+        return _jax.DeviceList(tuple(every[index] for index in sorted(devices) or range(len(every))))
 
     def wait_for_others(self, timeout_s: float) -> None:
         """Wait in process 0 until every other process has left.

@@ -115,7 +115,7 @@ class Compiler(CompileOnce):
     def _first(self, devices: Sequence[int]) -> int:
         """Return the local replica on which a program is loaded first."""
         local = self._clients.local
-        return next(one for one in local if one in devices) if devices else local[0]
+        return next(index for index in local if index in devices) if devices else local[0]
 
     def _complete(self, options: Any, devices: Sequence[int]) -> None:
         """Write the devices and this engine's own options into a program's options."""

@@ -53,7 +53,7 @@ class CoordinationService:
         self._pipe, theirs = socket.socketpair()
         with theirs:
             main = _MAIN.format(__name__)
-            numbers = [str(one) for one in (theirs.fileno(), replicas, HEARTBEAT_TIMEOUT_S)]
+            numbers = [str(number) for number in (theirs.fileno(), replicas, HEARTBEAT_TIMEOUT_S)]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", main, json.dumps(sys.path), address, *numbers],
                 pass_fds=[theirs.fileno()],

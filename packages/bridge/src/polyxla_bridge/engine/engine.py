@@ -245,7 +245,7 @@ class Engine(ABC):
 
     def unfinished(self, seconds: float) -> PjrtError:
         """Return the error for work that had not ended when `close` had waited so long."""
-        where = "; ".join(str(one) for one in self.activities())
+        where = "; ".join(str(activity) for activity in self.activities())
         return PjrtError(
             Code.DEADLINE_EXCEEDED,
             f"the engine was closed, but had not finished after {seconds:g} s: {where}",

@@ -151,8 +151,8 @@ class JaxEngine(Engine):
                 compares sizes, and would take another part of the same size.
         """
         for row in arguments:
-            executable.check([one.type for one in row])
-        inputs = {completion_of(one.value) for row in arguments for one in row}
+            executable.check([argument.type for argument in row])
+        inputs = {completion_of(argument.value) for row in arguments for argument in row}
         local = [device for device in self.devices if device.is_local and executable.runs_on(device.index)]
         # In the same order on each device: two programs that meet in different orders would wait forever.
         with self._order:
@@ -172,7 +172,9 @@ class JaxEngine(Engine):
         """Queue one execution on one device, which waits for the inputs of the other devices, too."""
         done: Future[None] = Future()
         results = [GroupedFuture(done) for _ in executable.outputs]
-        outputs = [Buffer(type_, device, one) for type_, one in zip(executable.outputs, results, strict=True)]
+        outputs = [
+            Buffer(type_, device, result) for type_, result in zip(executable.outputs, results, strict=True)
+        ]
         # Read now: `give_up` below replaces the values of donated arguments.
         values = [argument.value for argument in arguments]
         # The program would donate these; `_run` makes jaxlib copy them.
@@ -180,8 +182,8 @@ class JaxEngine(Engine):
 
         def run() -> None:
             # If another device cannot run its part, this one would wait for it in a collective.
-            for one in inputs:
-                one.result()
+            for argument in inputs:
+                argument.result()
             set_values(results, self._run(executable, device.index, values, protected))
 
         self._threads[device.index].put(done, run)

@@ -34,7 +34,10 @@ Shares = dict[int, Share]
 def by_process(settings: BridgeSettings) -> Shares:
     """Number the replicas in the order of their processes."""
     each = settings.per_process
-    return {one: Share(tuple(range(one * each, (one + 1) * each))) for one in range(settings.processes)}
+    return {
+        process: Share(tuple(range(process * each, (process + 1) * each)))
+        for process in range(settings.processes)
+    }
 
 
 def by_coordinates(places: Mapping[int, Sequence[Coordinates]]) -> Shares:

@@ -85,7 +85,7 @@ class PjrtEngine(Engine):
         Only a CPU shows whether a program computes or waits in a collective. An accelerator's program
         computes if no other replica is missing.
         """
-        all_work = self._progress.exchange(all(one.program for one in self.activities()))
+        all_work = self._progress.exchange(all(activity.program for activity in self.activities()))
         return self._compiler.is_compiling or (all_work and self._client.platform != CPU)
 
     def _make_accounts(self, local: Sequence[int]) -> dict[int, memory_accounting.MemoryAccount]:
@@ -151,7 +151,7 @@ class PjrtEngine(Engine):
             PjrtError: an argument is not the part of an array that the program was compiled for.
         """
         for row in arguments:
-            executable.check([one.type for one in row])
+            executable.check([argument.type for argument in row])
         local = [device for device in self.devices if device.is_local]
         meeting = Meeting([device.index for device in local], self._joint_start)
         # In the same order on each device: two programs that meet in different orders would wait forever.
@@ -172,7 +172,9 @@ class PjrtEngine(Engine):
         program: PluginProgram = executable.native["program"]
         done: Future[None] = Future()
         results = [GroupedFuture(done) for _ in executable.outputs]
-        outputs = [Buffer(type_, device, one) for type_, one in zip(executable.outputs, results, strict=True)]
+        outputs = [
+            Buffer(type_, device, result) for type_, result in zip(executable.outputs, results, strict=True)
+        ]
         # Read now: `give_up` below replaces the values of donated arguments.
         values = [argument.value for argument in arguments]
 

@@ -197,7 +197,7 @@ class PluginCompiler(CompileOnce):
             options=options,
             source=source if meets and not is_partitioned else b"",
             native=native,
-            sizes=tuple(one.size_bytes for one in executable.outputs),
+            sizes=tuple(output.size_bytes for output in executable.outputs),
             memory=_needs(executable, loaded),
             donated=hlo.donated(executable.optimized_hlo),
             collectives=hlo.collectives(executable.optimized_hlo),
@@ -235,9 +235,9 @@ class PluginCompiler(CompileOnce):
             PjrtError: there is none, because the programs differ too much.
         """
         first = executables[0]
-        if all(one is first for one in executables):
+        if all(executable is first for executable in executables):
             return JointProgram(first)
-        fingerprints = tuple(one.fingerprint for one in executables)
+        fingerprints = tuple(executable.fingerprint for executable in executables)
         if fingerprints not in self._joint:
             order = first.devices or range(len(executables))
             found = merging.merged([executables[index].native["program"].source for index in order])
@@ -260,7 +260,7 @@ def _needs(executable: Executable, loaded: LoadedProgram) -> MemoryNeeds:
         if error.code != Code.UNIMPLEMENTED:
             raise
     arguments, results = (
-        sum(one.size_bytes for one in arrays) for arrays in (executable.parameters, executable.outputs)
+        sum(array.size_bytes for array in arrays) for arrays in (executable.parameters, executable.outputs)
     )
     donated = hlo.donated(executable.optimized_hlo)
     reused = sum(executable.parameters[number].size_bytes for number in donated)

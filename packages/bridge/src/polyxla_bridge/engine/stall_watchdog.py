@@ -179,8 +179,12 @@ class StallWatchdog:
 
     def _check(self, activities: list[DeviceActivity]) -> tuple[str, frozenset[int]] | None:
         """Publish a heartbeat if this process makes progress, and report its stalled replicas."""
-        lasting = [one for one in activities if one.program is not None and one.seconds > self._tick_s]
-        waiting = [one for one in lasting if one.collectives]
+        lasting = [
+            activity
+            for activity in activities
+            if activity.program is not None and activity.seconds > self._tick_s
+        ]
+        waiting = [activity for activity in lasting if activity.collectives]
         if self._makes_progress(activities, lasting, waiting):
             self._progress.beat()
         if not waiting:
@@ -191,21 +195,21 @@ class StallWatchdog:
         quiet_s = time.monotonic() - self._last_progress
         # Both must be over: the replica's own wait, and the time since any process last made progress.
         patience_s = min(self._timeout_s, RETIRED_TIMEOUT_S)
-        if late := [one for one in waiting if min(one.seconds, quiet_s) > patience_s]:
+        if late := [activity for activity in waiting if min(activity.seconds, quiet_s) > patience_s]:
             retired = self._progress.retired()
-            if deserted := [one for one in late if self._needs(one, retired)]:
+            if deserted := [activity for activity in late if self._needs(activity, retired)]:
                 return _report_retired(deserted, retired), retired
-        if stalled := [one for one in late if min(one.seconds, quiet_s) > self._timeout_s]:
+        if stalled := [activity for activity in late if min(activity.seconds, quiet_s) > self._timeout_s]:
             return self._report(stalled), frozenset()
         return None
 
-    def _needs(self, one: DeviceActivity, retired: frozenset[int]) -> bool:
+    def _needs(self, activity: DeviceActivity, retired: frozenset[int]) -> bool:
         """Return whether a replica's program needs one that has retired."""
-        if retired >= self._others(one.device):
+        if retired >= self._others(activity.device):
             return True
         return any(
-            retired & (group or self._others(one.device)) and (not group or one.device in group)
-            for group in one.groups
+            retired & (group or self._others(activity.device)) and (not group or activity.device in group)
+            for group in activity.groups
         )
 
     def _others(self, replica: int) -> frozenset[int]:
@@ -219,12 +223,12 @@ class StallWatchdog:
     ) -> bool:
         # A check rarely falls into a short program, but a device that runs many of them has always started
         # or finished one less than a tick ago.
-        changed = any(one.seconds < self._tick_s for one in activities)
+        changed = any(activity.seconds < self._tick_s for activity in activities)
         computes = len(lasting) > len(waiting) or (bool(waiting) and _is_computing())
         return self._is_busy() or changed or computes
 
     def _report(self, stalled: list[DeviceActivity]) -> str:
-        waits = "; ".join(str(one) for one in stalled)
+        waits = "; ".join(str(activity) for activity in stalled)
         return (
             f"polyxla: a replica is stuck: the other replicas do not join its collectives ({waits}). Another "
             "replica runs other programs, because of a condition that is not the same on all replicas, or it "
@@ -242,7 +246,7 @@ class StallWatchdog:
 
 
 def _report_retired(waiting: list[DeviceActivity], retired: frozenset[int]) -> str:
-    waits = "; ".join(str(one) for one in waiting)
+    waits = "; ".join(str(activity) for activity in waiting)
     return (
         f"polyxla: a replica is stuck: it waits for one that has returned ({waits}; returned: "
         f"{', '.join(map(str, sorted(retired)))}). All replicas must take part in each step. The stacks of "

@@ -253,7 +253,9 @@ def _check_job(settings: BridgeSettings, hello: _Hello) -> None:
 def _named(processes: list[int], settings: BridgeSettings) -> str:
     if settings.places:
         return f"processes {processes} of {settings.processes}"
-    replicas = [one * settings.per_process + i for one in processes for i in range(settings.per_process)]
+    replicas = [
+        process * settings.per_process + i for process in processes for i in range(settings.per_process)
+    ]
     return f"replicas {replicas} (processes {processes} of {settings.processes})"
 
 

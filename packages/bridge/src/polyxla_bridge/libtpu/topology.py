@@ -232,7 +232,7 @@ def in_slice(environ: Mapping[str, str]) -> Mapping[str, str]:
     if is_described or not env.is_spmd(environ):
         return environ
     given = environ.get(env.POLYXLA_LIBTPU_SLICE, "").split()
-    return {**environ, **dict(one.split("=", 1) for one in given)}
+    return {**environ, **dict(pair.split("=", 1) for pair in given)}
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...], default: str) -> tuple[str, str]:
@@ -244,7 +244,7 @@ def _numbers(environ: Mapping[str, str], names: tuple[str, ...], default: Iterab
     text = _first(environ, names, ",".join(map(str, default)))[1]
     if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text, re.ASCII):
         raise _refused(environ, names, "numbers")
-    return tuple(int(one) for one in text.split(","))
+    return tuple(int(part) for part in text.split(","))
 
 
 def _shape(environ: Mapping[str, str], names: tuple[str, ...], default: Shape, fourth: int) -> Shape:

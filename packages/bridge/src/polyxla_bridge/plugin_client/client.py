@@ -76,7 +76,7 @@ class PluginClient:
         version = plugin.call("Client_PlatformVersion", client=self.handle)
         self.platform_version = read_text(version.platform_version, version.platform_version_size)
         found = plugin.call("Client_Devices", client=self.handle)
-        every = [self._device(one) for one in read_array(found.devices, found.num_devices)]
+        every = [self._device(handle) for handle in read_array(found.devices, found.num_devices)]
         self.devices = tuple(sorted(every, key=lambda device: device.id))
 
     def _own_nothing(self) -> None:

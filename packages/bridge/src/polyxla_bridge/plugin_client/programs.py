@@ -88,7 +88,7 @@ class LoadedProgram:
             non_donatable_input_indices=ctypes.addressof(kept),
             num_non_donatable_input_indices=len(keep),
         )
-        given = [_pointers([one.handle for one in row]) for row in rows]
+        given = [_pointers([argument.handle for argument in row]) for row in rows]
         made = [_pointers([None] * len(sizes)) for _ in rows]
         lists, results, events = _table(given), _table(made), _pointers([None] * count)
         plugin.call(

@@ -157,7 +157,7 @@ class Agreement:
         order: list[frozenset[int]] = []
         every = executable.devices or tuple(range(self._replicas))
         for text, groups in executable.meets:
-            listed = [frozenset(every[one] for one in group) for group in groups] or [frozenset(every)]
+            listed = [frozenset(every[member] for member in group) for group in groups] or [frozenset(every)]
             mine = next((group for group in listed if replica in group), frozenset())
             if len(mine) > 1:
                 found.setdefault(mine, []).append(text)
@@ -250,28 +250,30 @@ class Agreement:
         A replica waits in its first collective that one of its group has not reached. Where another has moved
         on since it was read, it can only wait for less, so that a circle is one for good.
         """
-        programs = {one: runs for one in range(self._replicas) if (runs := self._runs(one))}
-        members = {run.group: self._members(one, run.group) for one, runs in programs.items() for run in runs}
+        programs = {index: runs for index in range(self._replicas) if (runs := self._runs(index))}
+        members = {
+            run.group: self._members(index, run.group) for index, runs in programs.items() for run in runs
+        }
         waits: dict[int, list[int]] = {}
         is_moving = True
         while is_moving:
             is_moving = False
-            for one, runs in programs.items():
+            for index, runs in programs.items():
                 while runs:
                     head = runs[0]
                     ends = {
                         other: self._reached(other, head.group, programs) for other in members[head.group]
                     }
-                    waits[one] = [other for other, end in ends.items() if end <= head.first]
+                    waits[index] = [other for other, end in ends.items() if end <= head.first]
                     reached = min([head.end, *ends.values()])
                     is_moving |= reached > head.first
                     head.first = max(head.first, reached)
                     if head.first < head.end:
                         break
                     runs.pop(0)
-        blocked = {one: [other for other in waits[one] if programs.get(other)] for one in programs}
+        blocked = {index: [other for other in waits[index] if programs.get(other)] for index in programs}
         if circle := _circle(blocked, replica):
-            raise self._waiting([(one, programs[one][0]) for one in circle])
+            raise self._waiting([(member, programs[member][0]) for member in circle])
 
     def _runs(self, replica: int) -> list[Run]:
         """Return the runs of a replica's program; none while it writes them."""
@@ -294,17 +296,17 @@ class Agreement:
     def _members(self, replica: int, group: int) -> list[int]:
         if group not in self._groups:
             text = self._description(replica, group)
-            self._groups[group] = [int(one) for one in text.split(", ")] if text[:1].isdigit() else []
+            self._groups[group] = [int(part) for part in text.split(", ")] if text[:1].isdigit() else []
         return self._groups[group]
 
     def _waiting(self, circle: Sequence[tuple[int, Run]]) -> PjrtError:
         parts = []
-        for (one, run), (other, _) in zip(circle, [*circle[1:], circle[0]], strict=True):
-            place = self._place(one, run.group)
+        for (member, run), (other, _) in zip(circle, [*circle[1:], circle[0]], strict=True):
+            place = self._place(member, run.group)
             assert place is not None
-            text = self._description(one, self._words[_slots(place, run.first, run.first + 1)][0])
+            text = self._description(member, self._words[_slots(place, run.first, run.first + 1)][0])
             group = ", ".join(map(str, self._groups[run.group]))
-            parts.append(f"replica {one} waits for replica {other} in {text} among replicas {group}")
+            parts.append(f"replica {member} waits for replica {other} in {text} among replicas {group}")
         return PjrtError(
             Code.FAILED_PRECONDITION,
             f"{DISAGREE}: {'; '.join(parts)}. All replicas must call the same collectives, in the same order "

@@ -41,17 +41,21 @@ def _unpack(parsed: Module) -> bool:
     shapes = parsed.host_program_shape.parameters
     if len(shapes) != 1 or shapes[0].element_type != hlo.TUPLE:
         return False
-    (entry,) = (one for one in parsed.computations if one.id == parsed.entry_computation_id)
-    (packed,) = (one for one in entry.instructions if one.opcode == "parameter")
-    elements = [one for one in entry.instructions if packed.id in one.operand_ids]
-    if sorted(one.tuple_index for one in elements) != list(range(len(shapes[0].tuple_shapes))):
+    (entry,) = (
+        computation for computation in parsed.computations if computation.id == parsed.entry_computation_id
+    )
+    (packed,) = (instruction for instruction in entry.instructions if instruction.opcode == "parameter")
+    elements = [instruction for instruction in entry.instructions if packed.id in instruction.operand_ids]
+    if sorted(instruction.tuple_index for instruction in elements) != list(
+        range(len(shapes[0].tuple_shapes))
+    ):
         return False
     for element in elements:
         _make_parameter(element, packed)
-    kept = [one for one in entry.instructions if one.id != packed.id]
+    kept = [instruction for instruction in entry.instructions if instruction.id != packed.id]
     del entry.instructions[:]
     entry.instructions.extend(kept)
-    _set_parameters(parsed, entry, sorted(elements, key=lambda one: one.parameter_number))
+    _set_parameters(parsed, entry, sorted(elements, key=lambda element: element.parameter_number))
     given_up: list[Any] = [*parsed.buffer_donor.entries, *parsed.input_output_alias.entries]
     for given in given_up:
         (given.parameter_number,) = given.parameter_shape_index
@@ -71,8 +75,8 @@ def _make_parameter(element: Instruction, packed: Instruction) -> None:
 def _set_parameters(parsed: Module, entry: Computation, parameters: list[Instruction]) -> None:
     for shape in (parsed.host_program_shape, entry.program_shape):
         del shape.parameters[:]
-        shape.parameters.extend(one.shape for one in parameters)
-        shape.parameter_names[:] = [one.name for one in parameters]
+        shape.parameters.extend(parameter.shape for parameter in parameters)
+        shape.parameter_names[:] = [parameter.name for parameter in parameters]
 
 
 def _pair_donors(parsed: Module) -> bool:
@@ -81,10 +85,10 @@ def _pair_donors(parsed: Module) -> bool:
     Source: the idea is that of XLA's pass OptimizeInputOutputBufferAlias.
     """
     parameters, entries = parsed.host_program_shape.parameters, parsed.input_output_alias.entries
-    taken = [tuple(one.output_shape_index) for one in entries]
+    taken = [tuple(entry.output_shape_index) for entry in entries]
     free = {index: shape for index, shape in _results(parsed).items() if index not in taken}
-    paired = {one.parameter_number for one in entries}
-    for number in [one.parameter_number for one in parsed.buffer_donor.entries]:
+    paired = {entry.parameter_number for entry in entries}
+    for number in [entry.parameter_number for entry in parsed.buffer_donor.entries]:
         fits = [index for index, shape in free.items() if hlo.is_same_array(parameters[number], shape)]
         if fits and number not in paired:
             del free[fits[0]]

@@ -82,7 +82,7 @@ class Executable:
             return found
         # A group without members stands for all that run the program.
         every = range(len(self.devices))
-        return frozenset(frozenset(self.devices[one] for one in group or every) for group in found)
+        return frozenset(frozenset(self.devices[number] for number in group or every) for group in found)
 
     def runs_on(self, index: int) -> bool:
         """Return whether a device runs the program."""
@@ -175,7 +175,7 @@ def pack(executable: Executable, native: bytes, compiler: str) -> bytes:
         "code": code_digest(),
         "compiler": compiler,
         "name": executable.name,
-        "outputs": [(one.dtype, one.dims) for one in executable.outputs],
+        "outputs": [(output.dtype, output.dims) for output in executable.outputs],
         "num_replicas": executable.num_replicas,
         "num_partitions": executable.num_partitions,
         "devices": executable.devices,

@@ -164,13 +164,15 @@ def assigned_devices(assignment: bytes) -> tuple[int, ...]:
     """Return the devices of a serialised DeviceAssignmentProto, by partition."""
     parsed = DeviceAssignmentProto()
     parsed.ParseFromString(assignment)
-    return tuple(number for one in parsed.computation_devices for number in one.replica_device_ids)
+    return tuple(
+        number for partition in parsed.computation_devices for number in partition.replica_device_ids
+    )
 
 
-def is_same_array(one: ShapeProto, other: ShapeProto) -> bool:
+def is_same_array(first: ShapeProto, other: ShapeProto) -> bool:
     """Return whether both are arrays of the same dtype and dimensions."""
-    arrays = ((shape.element_type, *shape.dimensions) for shape in (one, other))
-    return one.element_type in _PRIMITIVES and len(set(arrays)) == 1
+    arrays = ((shape.element_type, *shape.dimensions) for shape in (first, other))
+    return first.element_type in _PRIMITIVES and len(set(arrays)) == 1
 
 
 def total_bytes(hlo: bytes) -> int:
@@ -184,9 +186,13 @@ def structure(hlo: bytes) -> bytes:
     Programs of replicas that differ in their numbers only, such as the place of their share, have the same.
     """
     digest = hashlib.sha256()
-    for one in _instructions(hlo):
-        digest.update(repr((one.opcode, one.operand_ids[:], one.called_computation_ids[:])).encode())
-        digest.update(one.shape.SerializePartialToString(deterministic=True))
+    for instruction in _instructions(hlo):
+        digest.update(
+            repr(
+                (instruction.opcode, instruction.operand_ids[:], instruction.called_computation_ids[:])
+            ).encode()
+        )
+        digest.update(instruction.shape.SerializePartialToString(deterministic=True))
     return digest.digest()
 
 
@@ -205,7 +211,10 @@ def stacks(hlo: bytes) -> dict[str, list[tuple[str, int]]]:
             yield index.file_names[place.file_name_id - 1], place.line
             number = frame.parent_frame_id
 
-    found = {one.name: OpMetadata.FromString(one.metadata).stack_frame_id for one in _instructions(hlo)}
+    found = {
+        instruction.name: OpMetadata.FromString(instruction.metadata).stack_frame_id
+        for instruction in _instructions(hlo)
+    }
     return {name: list(frames(number)) for name, number in found.items() if number}
 
 
@@ -214,7 +223,7 @@ def donated(hlo: bytes) -> frozenset[int]:
     module = parse_module(hlo)
     taken: list[Any] = [*module.input_output_alias.entries, *module.buffer_donor.entries]
     # torch_xla packs many parameters into a tuple.
-    return frozenset((*one.parameter_shape_index, one.parameter_number)[0] for one in taken)
+    return frozenset((*entry.parameter_shape_index, entry.parameter_number)[0] for entry in taken)
 
 
 def collectives(hlo: bytes) -> tuple[str, ...]:
@@ -241,13 +250,13 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
     have begun are left out, and so are those whose groups are written in a form that is not known here.
     """
     found: set[frozenset[int]] = set()
-    for one in _instructions(hlo):
-        if _kind(one) not in _COLLECTIVES or _kind(one) in _ONE_WAY:
+    for instruction in _instructions(hlo):
+        if _kind(instruction) not in _COLLECTIVES or _kind(instruction) in _ONE_WAY:
             continue
-        listed = one.collective_device_list.replica_groups or one.replica_groups
+        listed = instruction.collective_device_list.replica_groups or instruction.replica_groups
         found.update(frozenset(group.replica_ids) for group in listed)
         # jaxlib writes an empty list for all replicas, and other fields for groups that follow a formula.
-        if not listed and one.HasField("collective_device_list"):
+        if not listed and instruction.HasField("collective_device_list"):
             found.add(frozenset())
     return frozenset(found)
 
@@ -260,27 +269,31 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
     """
     module = parse_module(hlo)
     roots = {
-        computation.id: one.opcode
+        computation.id: instruction.opcode
         for computation in module.computations
-        for one in computation.instructions
-        if one.id == computation.root_id
+        for instruction in computation.instructions
+        if instruction.id == computation.root_id
     }
-    shapes = {one.id: one.shape for one in _of(module)}
+    shapes = {instruction.id: instruction.shape for instruction in _of(module)}
     found: list[Meet] = []
-    for one in _of(module):
-        if not is_collective(one):
+    for instruction in _of(module):
+        if not is_collective(instruction):
             continue
-        device_list = one.collective_device_list
-        listed = device_list.replica_groups or one.replica_groups
+        device_list = instruction.collective_device_list
+        listed = device_list.replica_groups or instruction.replica_groups
         if not listed and device_list.ByteSize():
             continue
-        reduction = [roots.get(number, "") for number in one.called_computation_ids[:1]]
-        along = [f"along dimension {','.join(map(str, one.dimensions))}"] if one.dimensions else []
-        arrays = [_named(shapes[number]) for number in one.operand_ids]
+        reduction = [roots.get(number, "") for number in instruction.called_computation_ids[:1]]
+        along = (
+            [f"along dimension {','.join(map(str, instruction.dimensions))}"]
+            if instruction.dimensions
+            else []
+        )
+        arrays = [_named(shapes[number]) for number in instruction.operand_ids]
         if len(arrays) > 1 and arrays[-1] == "float32[]":
             # torch_xla's token, which orders its collectives.
             arrays.pop()
-        words = [_kind(one), *(f"({name})" for name in reduction), f"of {', '.join(arrays)}", *along]
+        words = [_kind(instruction), *(f"({name})" for name in reduction), f"of {', '.join(arrays)}", *along]
         found.append((" ".join(words), tuple(tuple(group.replica_ids) for group in listed)))
     return tuple(found)
 
@@ -300,7 +313,9 @@ def check_kernels(hlo: bytes) -> None:
     # Most programs have none, and need not be parsed for that.
     if KERNEL.encode() not in hlo:
         return
-    if found := [one.name for one in _instructions(hlo) if one.custom_call_target == KERNEL]:
+    if found := [
+        instruction.name for instruction in _instructions(hlo) if instruction.custom_call_target == KERNEL
+    ]:
         raise PjrtError(
             Code.UNIMPLEMENTED,
             f"{module_name(hlo)} has the {KERNEL} {', '.join(found)}: a kernel for TPU cores, such as Pallas "

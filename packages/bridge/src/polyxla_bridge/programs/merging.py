@@ -76,7 +76,11 @@ class _Source:
         self._into = into
         self._numbers: dict[int, int] = {}
         self._called = into.add_computations(program)
-        (entry,) = (one for one in program.computations if one.id == program.entry_computation_id)
+        (entry,) = (
+            computation
+            for computation in program.computations
+            if computation.id == program.entry_computation_id
+        )
         self.root_id = entry.root_id
         self._left = list(reversed(entry.instructions))
 
@@ -91,20 +95,20 @@ class _Source:
             one = self._left.pop()
             self._numbers[one.id] = self.number(one)
 
-    def number(self, one: Instruction) -> int:
+    def number(self, instruction: Instruction) -> int:
         """Add an instruction, unless it is there; return its number."""
-        if one.opcode == "parameter":
-            return self._into.parameters[self.slots[one.parameter_number]].id
-        return self._into.add_shared(self.form(one))
+        if instruction.opcode == "parameter":
+            return self._into.parameters[self.slots[instruction.parameter_number]].id
+        return self._into.add_shared(self.form(instruction))
 
-    def form(self, one: Instruction) -> Instruction:
+    def form(self, instruction: Instruction) -> Instruction:
         """Return an instruction with the merged program's numbers, and without those that are its own."""
         form = Instruction()
-        form.CopyFrom(one)
+        form.CopyFrom(instruction)
         for name in ("name", "metadata", "id"):
             form.ClearField(name)
-        form.operand_ids[:] = [self._numbers[id_] for id_ in one.operand_ids]
-        form.called_computation_ids[:] = [self._called[id_] for id_ in one.called_computation_ids]
+        form.operand_ids[:] = [self._numbers[id_] for id_ in instruction.operand_ids]
+        form.called_computation_ids[:] = [self._called[id_] for id_ in instruction.called_computation_ids]
         return form
 
     def leave(self, number: int) -> None:
@@ -134,7 +138,7 @@ class _Merging:
 
     def add_parameters(self, program: Module) -> dict[int, int]:
         """Return the merged program's parameter for each of a program's; those of a shape are shared."""
-        mine = [_key(one.shape) for one in self.parameters]
+        mine = [_key(parameter.shape) for parameter in self.parameters]
         shapes = list(program.host_program_shape.parameters)
         matcher = difflib.SequenceMatcher(None, mine, [_key(shape) for shape in shapes], autojunk=False)
         slots = {
@@ -168,12 +172,12 @@ class _Merging:
         made = self._module.computations.add()
         made.CopyFrom(computation)
         made.id, made.name = number, f"called.{number}"
-        ids = {one.id: next(self._ids) for one in computation.instructions}
+        ids = {instruction.id: next(self._ids) for instruction in computation.instructions}
         made.root_id = ids[computation.root_id]
-        for one in made.instructions:
-            one.id = ids[one.id]
-            one.name = f"{one.opcode}.{one.id}"
-            one.operand_ids[:] = [ids[id_] for id_ in one.operand_ids]
+        for instruction in made.instructions:
+            instruction.id = ids[instruction.id]
+            instruction.name = f"{instruction.opcode}.{instruction.id}"
+            instruction.operand_ids[:] = [ids[id_] for id_ in instruction.operand_ids]
 
     def add_shared(self, form: Instruction) -> int:
         """Add an instruction, unless there is one that computes the same; return its number."""
@@ -184,25 +188,29 @@ class _Merging:
             self._known[key] = self._add(form).id
         return self._known[key]
 
-    def _add(self, one: Instruction) -> Instruction:
-        one.id = next(self._ids)
-        one.name = f"{one.opcode}.{one.id}"
-        self._entry.instructions.append(one)
-        self._shapes[one.id] = one.shape
-        return one
+    def _add(self, instruction: Instruction) -> Instruction:
+        instruction.id = next(self._ids)
+        instruction.name = f"{instruction.opcode}.{instruction.id}"
+        self._entry.instructions.append(instruction)
+        self._shapes[instruction.id] = instruction.shape
+        return instruction
 
     def add_meeting(self, sources: Sequence[_Source]) -> None:
         """Add what the programs do together: a collective, or their results."""
         ones = [source.next for source in sources]
-        present = [one for one in ones if one is not None]
-        roots = {one.id == source.root_id for one, source in zip(present, sources, strict=False)}
+        present = [instruction for instruction in ones if instruction is not None]
+        roots = {
+            instruction.id == source.root_id for instruction, source in zip(present, sources, strict=False)
+        }
         if len(present) < len(ones) or len(roots) > 1:
             raise self._different()
         if present[0].opcode == "tuple" or hlo.is_collective(present[0]):
-            forms = [source.form(one) for source, one in zip(sources, present, strict=True)]
+            forms = [source.form(instruction) for source, instruction in zip(sources, present, strict=True)]
             number = self._add_together(forms)
         else:
-            number = self._select([source.number(one) for source, one in zip(sources, present, strict=True)])
+            number = self._select(
+                [source.number(instruction) for source, instruction in zip(sources, present, strict=True)]
+            )
         for source in sources:
             source.leave(number)
         if roots.pop():
@@ -264,15 +272,15 @@ class _Merging:
         shape = self._entry.program_shape
         shape.CopyFrom(self._programs[0].host_program_shape)
         del shape.parameters[:], shape.parameter_names[:]
-        shape.parameters.extend(one.shape for one in self.parameters)
-        shape.parameter_names.extend(one.name for one in self.parameters)
+        shape.parameters.extend(parameter.shape for parameter in self.parameters)
+        shape.parameter_names.extend(parameter.name for parameter in self.parameters)
         self._module.host_program_shape.CopyFrom(shape)
         self._module.computations.append(self._entry)
         self._module.entry_computation_id = self._entry.id
         taken = [{slot: number for number, slot in source.slots.items()} for source in sources]
         every = range(len(self.parameters))
         return MergedProgram(
-            self._module.SerializeToString(), tuple(tuple(map(one.get, every)) for one in taken)
+            self._module.SerializeToString(), tuple(tuple(map(numbers.get, every)) for numbers in taken)
         )
 
 
@@ -297,14 +305,14 @@ def _normal(computation: Computation, called: dict[int, int]) -> Computation:
     """Return a computation with numbers that depend on its content only."""
     copy = Computation()
     copy.CopyFrom(computation)
-    ids = {one.id: number for number, one in enumerate(computation.instructions)}
+    ids = {instruction.id: number for number, instruction in enumerate(computation.instructions)}
     copy.root_id = ids[computation.root_id]
-    for one in copy.instructions:
-        one.id = ids[one.id]
-        one.operand_ids[:] = [ids[id_] for id_ in one.operand_ids]
-        one.called_computation_ids[:] = [called[id_] for id_ in one.called_computation_ids]
+    for instruction in copy.instructions:
+        instruction.id = ids[instruction.id]
+        instruction.operand_ids[:] = [ids[id_] for id_ in instruction.operand_ids]
+        instruction.called_computation_ids[:] = [called[id_] for id_ in instruction.called_computation_ids]
         for name in ("name", "metadata"):
-            one.ClearField(name)
+            instruction.ClearField(name)
     for name in ("name", "id"):
         copy.ClearField(name)
     shape = copy.program_shape

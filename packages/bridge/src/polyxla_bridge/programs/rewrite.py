@@ -77,29 +77,38 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
         The rewritten program; `module` itself if nothing had to change.
     """
     parsed = hlo.parse_module(module)
-    every = [one for computation in parsed.computations for one in computation.instructions]
-    opcodes = {one.id: one.opcode for one in every}
-    shapes = {one.id: one.shape for one in every}
-    roots = {one.id: opcodes.get(one.root_id, "") for one in parsed.computations}
-    orders = {number for one in every if one.opcode == "sort" for number in one.called_computation_ids}
-    comparisons = frozenset(one.root_id for one in parsed.computations if one.id in orders)
+    every = [instruction for computation in parsed.computations for instruction in computation.instructions]
+    opcodes = {instruction.id: instruction.opcode for instruction in every}
+    shapes = {instruction.id: instruction.shape for instruction in every}
+    roots = {computation.id: opcodes.get(computation.root_id, "") for computation in parsed.computations}
+    orders = {
+        number
+        for instruction in every
+        if instruction.opcode == "sort"
+        for number in instruction.called_computation_ids
+    }
+    comparisons = frozenset(
+        computation.root_id for computation in parsed.computations if computation.id in orders
+    )
     rules = _Rules(replicas, is_partitioned, roots, shapes, comparisons)
-    if not any(rules.rewrite_of(one) for one in every):
+    if not any(rules.rewrite_of(instruction) for instruction in every):
         return module
     numbers = _FreshNumbers(every)
     for computation in parsed.computations:
         instructions = list(computation.instructions)
         del computation.instructions[:]
-        for one in instructions:
-            rewrite = rules.rewrite_of(one)
-            computation.instructions.extend(_replacing(one, rewrite, numbers, shapes) if rewrite else [one])
+        for instruction in instructions:
+            rewrite = rules.rewrite_of(instruction)
+            computation.instructions.extend(
+                _replacing(instruction, rewrite, numbers, shapes) if rewrite else [instruction]
+            )
     return parsed.SerializeToString()
 
 
 def _replacing(
-    one: Instruction, rewrite: Rewrite, numbers: _FreshNumbers, shapes: Mapping[int, Shape]
+    instruction: Instruction, rewrite: Rewrite, numbers: _FreshNumbers, shapes: Mapping[int, Shape]
 ) -> list[Instruction]:
-    replacement = Replacement(one, numbers, shapes)
+    replacement = Replacement(instruction, numbers, shapes)
     rewrite(replacement)
     return replacement.instructions
 
@@ -122,39 +131,41 @@ class _Rules:
     shapes: Mapping[int, Shape]
     comparisons: frozenset[int]
 
-    def rewrite_of(self, one: Instruction) -> Rewrite | None:
+    def rewrite_of(self, instruction: Instruction) -> Rewrite | None:
         """Return the rewrite of an instruction; None if it stays."""
-        if self._takes_a_vector(one):
+        if self._takes_a_vector(instruction):
             return _separate_indices
-        if one.id in self.comparisons and one.comparison_direction in _STRICT:
+        if instruction.id in self.comparisons and instruction.comparison_direction in _STRICT:
             return _compare_strictly
-        if one.opcode == "all-reduce" and (combine := self._bitwise(one)):
-            return partial(_gather_and_combine, combine, self._group_size(one))
-        return None if self.is_partitioned else self._rewrite_for_replicas(one)
+        if instruction.opcode == "all-reduce" and (combine := self._bitwise(instruction)):
+            return partial(_gather_and_combine, combine, self._group_size(instruction))
+        return None if self.is_partitioned else self._rewrite_for_replicas(instruction)
 
-    def _takes_a_vector(self, one: Instruction) -> bool:
-        has_indices = len(one.operand_ids) > _ARRAYS.get(one.opcode, len(one.operand_ids))
-        return has_indices and len(self.shapes[one.operand_ids[-1]].dimensions) > 0
+    def _takes_a_vector(self, instruction: Instruction) -> bool:
+        has_indices = len(instruction.operand_ids) > _ARRAYS.get(
+            instruction.opcode, len(instruction.operand_ids)
+        )
+        return has_indices and len(self.shapes[instruction.operand_ids[-1]].dimensions) > 0
 
-    def _rewrite_for_replicas(self, one: Instruction) -> Rewrite | None:
-        if one.opcode == "reduce-scatter" and len(one.operand_ids) > 1:
+    def _rewrite_for_replicas(self, instruction: Instruction) -> Rewrite | None:
+        if instruction.opcode == "reduce-scatter" and len(instruction.operand_ids) > 1:
             return _scatter_one_by_one
-        if one.opcode == "all-to-all" and len(one.shape.tuple_shapes) == 1:
+        if instruction.opcode == "all-to-all" and len(instruction.shape.tuple_shapes) == 1:
             return _skip_exchange
-        if one.opcode == "convolution" and _reversed(one):
+        if instruction.opcode == "convolution" and _reversed(instruction):
             return _reverse_kernel
-        if one.opcode != "all-reduce":
+        if instruction.opcode != "all-reduce":
             return None
-        return _pack_operands if len(_groups(one)) < len(one.operand_ids) else None
+        return _pack_operands if len(_groups(instruction)) < len(instruction.operand_ids) else None
 
-    def _bitwise(self, one: Instruction) -> str | None:
+    def _bitwise(self, instruction: Instruction) -> str | None:
         """Return the operator of an all-reduce that the client refuses; None if it knows it."""
-        combine = self.roots[one.called_computation_ids[0]]
-        is_known = combine in ("and", "or") and _shapes(one)[0].element_type == hlo.PRED
+        combine = self.roots[instruction.called_computation_ids[0]]
+        is_known = combine in ("and", "or") and _shapes(instruction)[0].element_type == hlo.PRED
         return combine if combine in BITWISE and not is_known else None
 
-    def _group_size(self, one: Instruction) -> int:
-        groups = one.collective_device_list.replica_groups or one.replica_groups
+    def _group_size(self, instruction: Instruction) -> int:
+        groups = instruction.collective_device_list.replica_groups or instruction.replica_groups
         return len(groups[0].replica_ids) if groups else self.replicas
 
 
@@ -166,9 +177,9 @@ class _FreshNumbers:
     """
 
     def __init__(self, every: Sequence[Instruction]) -> None:
-        self.channels = itertools.count(max(one.channel_id for one in every) + 1)
+        self.channels = itertools.count(max(instruction.channel_id for instruction in every) + 1)
         # The upper half of an id may be the id of its computation, so only the lower half is counted.
-        self.lower = itertools.count(max(one.id % 2**32 for one in every) + 1)
+        self.lower = itertools.count(max(instruction.id % 2**32 for instruction in every) + 1)
 
 
 class Replacement:
@@ -220,9 +231,9 @@ class Replacement:
         made.operand_ids[:] = operands
         self.instructions.append(made)
 
-    def use_new_channel(self, one: Instruction) -> None:
+    def use_new_channel(self, instruction: Instruction) -> None:
         """Give an instruction a channel of its own."""
-        one.channel_id = next(self._numbers.channels)
+        instruction.channel_id = next(self._numbers.channels)
 
     def _append(self, made: Instruction, suffix: str, shape: Shape, operands: Sequence[int]) -> Instruction:
         lower = next(self._numbers.lower)
@@ -261,12 +272,12 @@ def _skip_exchange(replacement: Replacement) -> None:
     replacement.add_tuple(replacement.original.operand_ids)
 
 
-def _reversed(one: Instruction) -> list[int]:
+def _reversed(instruction: Instruction) -> list[int]:
     """Return the dimensions of a convolution's kernel that are read backwards."""
-    spatial = one.convolution_dimension_numbers.kernel_spatial_dimensions
+    spatial = instruction.convolution_dimension_numbers.kernel_spatial_dimensions
     return [
         dimension
-        for dimension, window in zip(spatial, one.window.dimensions, strict=True)
+        for dimension, window in zip(spatial, instruction.window.dimensions, strict=True)
         if window.window_reversal
     ]
 
@@ -340,14 +351,14 @@ def _gather_and_combine(combine: str, count: int, replacement: Replacement) -> N
         replacement.instructions[-1].id = original.id
 
 
-def _shapes(one: Instruction) -> list[Shape]:
-    return list(one.shape.tuple_shapes) or [one.shape]
+def _shapes(instruction: Instruction) -> list[Shape]:
+    return list(instruction.shape.tuple_shapes) or [instruction.shape]
 
 
-def _groups(one: Instruction) -> list[list[int]]:
+def _groups(instruction: Instruction) -> list[list[int]]:
     """Return which operands of an all-reduce go together, by position; a large one stays alone."""
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for position, shape in enumerate(_shapes(one)):
+    for position, shape in enumerate(_shapes(instruction)):
         is_small = hlo.size_bytes(shape) <= PACKED_BYTES
         groups[shape.element_type, -1 if is_small else position].append(position)
     return list(groups.values())

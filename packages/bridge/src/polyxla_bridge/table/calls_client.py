@@ -88,9 +88,9 @@ def client_lookup_device(bridge: Bridge, args: Any) -> None:
 
 @call("Client_LookupAddressableDevice")
 def client_lookup_addressable_device(bridge: Bridge, args: Any) -> None:
-    for one in bridge.local:
-        if one.device.index == args.local_hardware_id:
-            args.addressable_device = one.handle
+    for handle in bridge.local:
+        if handle.device.index == args.local_hardware_id:
+            args.addressable_device = handle.handle
             return
     raise PjrtError(Code.NOT_FOUND, f"device {args.local_hardware_id} is not a device of this process")
 

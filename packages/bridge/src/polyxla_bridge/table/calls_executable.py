@@ -73,7 +73,7 @@ def _members(bridge: Bridge, executable: Executable) -> Any:
     if "members" not in executable.native:
         runs_on = executable.runs_on
         executable.native["members"] = array(
-            [one.handle for one in bridge.local if runs_on(one.device.index)]
+            [handle.handle for handle in bridge.local if runs_on(handle.device.index)]
         )
     return executable.native["members"]
 
@@ -178,7 +178,7 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
         read_array(row, args.num_args, ctypes.c_void_p)
         for row in read_array(args.argument_lists, len(places), ctypes.c_void_p)
     ]
-    buffers = [[bridge.buffer(one) for one in row] for row in rows]
+    buffers = [[bridge.buffer(argument) for argument in row] for row in rows]
     if executable.num_partitions > 1:
         results = bridge.engine.execute_partitioned(executable, buffers, _kept(args))
     else:
@@ -192,7 +192,7 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
         ctypes.memmove(where, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
     if args.device_complete_events:
         events = (ctypes.c_void_p * len(places)).from_address(args.device_complete_events)
-        events[:] = [bridge.event(one[0].value if one else CompletedFuture()) for one in results]
+        events[:] = [bridge.event(result[0].value if result else CompletedFuture()) for result in results]
 
 
 def _places(bridge: Bridge, executable: Executable, args: Any) -> list[int]:

@@ -103,9 +103,9 @@ class ArrayTypes:
 
     def __init__(self, types: Sequence[ArrayType]) -> None:
         self.count = len(types)
-        self.numbers = array([DTYPES.index(one.dtype) for one in types], ctypes.c_int)
-        self.ranks = array([len(one.dims) for one in types], ctypes.c_size_t)
-        self.dims = array([size for one in types for size in one.dims], ctypes.c_int64)
+        self.numbers = array([DTYPES.index(type_.dtype) for type_ in types], ctypes.c_int)
+        self.ranks = array([len(type_.dims) for type_ in types], ctypes.c_size_t)
+        self.dims = array([size for type_ in types for size in type_.dims], ctypes.c_int64)
 
 
 class Bridge:
@@ -154,9 +154,9 @@ class Bridge:
             if self._engine is None:
                 self._engine = self._make_engine()
                 self.devices = [DeviceHandle(self.handles, device) for device in self._engine.devices]
-                self.local = [one for one in self.devices if one.device.is_local]
-                self.device_array = array([one.handle for one in self.devices])
-                self.local_array = array([one.handle for one in self.local])
+                self.local = [device for device in self.devices if device.device.is_local]
+                self.device_array = array([device.handle for device in self.devices])
+                self.local_array = array([handle.handle for handle in self.local])
                 LOCKED.polyxla_set_local(self.local_array, len(self.local))
                 self._drain_thread.start()
 
@@ -184,7 +184,7 @@ class Bridge:
     @staticmethod
     def _is_computing(engine: Engine) -> bool:
         """Return whether a device runs a program that needs no other device: it will end, however late."""
-        return any(one.program and not one.collectives for one in engine.activities())
+        return any(activity.program and not activity.collectives for activity in engine.activities())
 
     def stay(self, timeout_s: float) -> None:
         """Wait at most so long until every replica of the job has returned."""

@@ -15,8 +15,8 @@ UNPINNED = {"scale": 1.0, "scatter_dim": 0, "pin_layout": False}
 
 def same(found: Sequence[torch.Tensor], *expected: torch.Tensor) -> None:
     torch_xla.sync()
-    for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one.cpu(), other), (xr.global_ordinal(), one.cpu(), other)
+    for tensor, other in zip(found, expected, strict=True):
+        assert torch.allclose(tensor.cpu(), other), (xr.global_ordinal(), tensor.cpu(), other)
 
 
 def constant(value: float, *shape: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def reduce_scatters() -> None:
     for bucket in (0, 1):
         same(xm.reduce_scatter_bucketized(xm.REDUCE_SUM, lists, bucket_cap_mb=bucket, **scatter), *expected)
     half = xm.reduce_scatter_bucketized(xm.REDUCE_SUM, lists, bucket_cap_mb=0, **{**scatter, "scale": 0.5})
-    same(half, *[one * 0.5 for one in expected])
+    same(half, *[tensor * 0.5 for tensor in expected])
 
 
 def groups_of_two() -> None:
@@ -59,7 +59,7 @@ def groups_of_two() -> None:
     same(found[:1], (2 * torch.arange(4.0) + sum(group))[2 * place : 2 * place + 2])
     number = constant(ordinal, 1)
     same([xm.all_reduce(xm.REDUCE_SUM, number, groups=groups)], torch.tensor([float(sum(group))]))
-    same([xm.all_gather(number, groups=groups)], torch.tensor([float(one) for one in group]))
+    same([xm.all_gather(number, groups=groups)], torch.tensor([float(member) for member in group]))
 
 
 def all_gathers() -> None:

@@ -17,6 +17,6 @@ def sum_of_all() -> tuple[int, list[float]]:
 found = everywhere(sum_of_all)
 attributes = runtime.global_runtime_device_attributes()
 print(runtime.device_type(), runtime.process_index(), runtime.global_runtime_device_count())
-print([(one["name"], one["coords"], one["core_on_chip"]) for one in attributes])
+print([(device["name"], device["coords"], device["core_on_chip"]) for device in attributes])
 print(found)
 print(xm.get_memory_info("xla:0")["bytes_limit"] >> 30)

@@ -44,7 +44,7 @@ xs.mark_sharding(z, mesh, ("all",))
 w = z * 2
 xs.mark_sharding(w, mesh, ("all",))
 parts = xs.wrap_as_sharded_tensor(w).local_shards
-print([one.data.tolist() for one in parts])
+print([part.data.tolist() for part in parts])
 
 # Sizes that the devices cannot share equally.
 odd = torch.arange(10.0).to("xla")

@@ -44,5 +44,5 @@ expected, found = train(here, data, labels), train(there, batch, labels.to("xla"
 print(*(abs(a - b) < 1e-5 for a, b in zip(expected, found, strict=True)))
 pairs = zip(here.parameters(), there.parameters(), strict=True)
 print(all((a - b.cpu()).abs().max().item() < 1e-4 for a, b in pairs))
-shards = [xs.wrap_if_sharded(one).local_shards for one in (batch, weight)]
-print(*({tuple(one.data.shape) for one in of_one} for of_one in shards))
+shards = [xs.wrap_if_sharded(tensor).local_shards for tensor in (batch, weight)]
+print(*({tuple(shard.data.shape) for shard in of_one} for of_one in shards))

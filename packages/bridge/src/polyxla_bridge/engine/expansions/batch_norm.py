@@ -18,11 +18,13 @@ from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 
-def choose(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
     """Return what computes a batch norm; None for any other instruction."""
-    if one.opcode not in _NORMALIZATIONS:
+    if instruction.opcode not in _NORMALIZATIONS:
         return None
-    return partial(_NORMALIZATIONS[one.opcode], axis=one.feature_index, epsilon=one.epsilon)
+    return partial(
+        _NORMALIZATIONS[instruction.opcode], axis=instruction.feature_index, epsilon=instruction.epsilon
+    )
 
 
 def _training(
@@ -84,4 +86,4 @@ https://openxla.org/xla/operation_semantics."""
 
 
 def _all_but(axis: int, x: jax.Array) -> tuple[int, ...]:
-    return tuple(one for one in range(x.ndim) if one != axis)
+    return tuple(dimension for dimension in range(x.ndim) if dimension != axis)

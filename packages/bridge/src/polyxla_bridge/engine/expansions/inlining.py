@@ -29,26 +29,28 @@ def replace(module: bytes, *choices: Choice) -> bytes:
         The program; `module` itself if nothing was replaced.
     """
     parsed = hlo.parse_module(module)
-    computations = {one.id: one for one in parsed.computations}
-    every = [one for computation in parsed.computations for one in computation.instructions]
+    computations = {computation.id: computation for computation in parsed.computations}
+    every = [instruction for computation in parsed.computations for instruction in computation.instructions]
     functions: dict[int, Function] = {}
-    for one in every:
-        found = filter(None, (choose(one, computations) for choose in choices))
+    for instruction in every:
+        found = filter(None, (choose(instruction, computations) for choose in choices))
         if (function := next(found, None)) is not None:
-            functions[one.id] = function
+            functions[instruction.id] = function
     if not functions:
         return module
-    shapes = {one.id: one.shape for one in every}
+    shapes = {instruction.id: instruction.shape for instruction in every}
     imported = _Imported(parsed)
     for computation in list(parsed.computations):
         instructions = list(computation.instructions)
         del computation.instructions[:]
-        for one in instructions:
-            if one.id in functions:
-                operands = [hlo.array_type(shapes[id_]) for id_ in one.operand_ids]
-                computation.instructions.extend(imported.inlined(_lowered(functions[one.id], operands), one))
+        for instruction in instructions:
+            if instruction.id in functions:
+                operands = [hlo.array_type(shapes[id_]) for id_ in instruction.operand_ids]
+                computation.instructions.extend(
+                    imported.inlined(_lowered(functions[instruction.id], operands), instruction)
+                )
             else:
-                computation.instructions.append(one)
+                computation.instructions.append(instruction)
     imported.add_computations()
     return parsed.SerializeToString()
 
@@ -71,38 +73,50 @@ class _Imported:
 
     def __init__(self, into: Module) -> None:
         self._into = into
-        every = [one for computation in into.computations for one in computation.instructions]
-        self._numbers = itertools.count(max(one.id for one in every) + 1)
-        self._computation_numbers = itertools.count(max(one.id for one in into.computations) + 1)
+        every = [instruction for computation in into.computations for instruction in computation.instructions]
+        self._numbers = itertools.count(max(instruction.id for instruction in every) + 1)
+        self._computation_numbers = itertools.count(
+            max(computation.id for computation in into.computations) + 1
+        )
         self._called: list[Computation] = []
 
     def inlined(self, module: Module, original: Instruction) -> list[Instruction]:
         """Return the entry's instructions, which take the place of one that has the same operands."""
-        computations = {one.id: next(self._computation_numbers) for one in module.computations}
-        (entry,) = (one for one in module.computations if one.id == module.entry_computation_id)
+        computations = {
+            computation.id: next(self._computation_numbers) for computation in module.computations
+        }
+        (entry,) = (
+            computation
+            for computation in module.computations
+            if computation.id == module.entry_computation_id
+        )
         for computation in module.computations:
             if computation is not entry:
                 computation.id = computations[computation.id]
                 computation.name = f"{computation.name}.{computation.id}"
-                numbers = {one.id: next(self._numbers) for one in computation.instructions}
+                numbers = {instruction.id: next(self._numbers) for instruction in computation.instructions}
                 computation.root_id = numbers[computation.root_id]
-                for one in computation.instructions:
-                    _renumber(one, numbers, computations)
+                for instruction in computation.instructions:
+                    _renumber(instruction, numbers, computations)
                     # Its own would name lines of another module.
-                    one.metadata = original.metadata
+                    instruction.metadata = original.metadata
                 self._called.append(computation)
         given = {
-            one.id: original.operand_ids[one.parameter_number]
-            for one in entry.instructions
-            if one.opcode == "parameter"
+            instruction.id: original.operand_ids[instruction.parameter_number]
+            for instruction in entry.instructions
+            if instruction.opcode == "parameter"
         }
-        body = [one for one in entry.instructions if one.id not in given]
-        numbers = given | {one.id: next(self._numbers) for one in body} | {entry.root_id: original.id}
-        for one in body:
-            _renumber(one, numbers, computations)
-            one.metadata = original.metadata
+        body = [instruction for instruction in entry.instructions if instruction.id not in given]
+        numbers = (
+            given
+            | {instruction.id: next(self._numbers) for instruction in body}
+            | {entry.root_id: original.id}
+        )
+        for instruction in body:
+            _renumber(instruction, numbers, computations)
+            instruction.metadata = original.metadata
         if original.HasField("sharding"):
-            (root,) = (one for one in body if one.id == original.id)
+            (root,) = (instruction for instruction in body if instruction.id == original.id)
             root.sharding.CopyFrom(original.sharding)
         return body
 
@@ -113,8 +127,8 @@ class _Imported:
         self._into.computations.extend([*self._called, *before])
 
 
-def _renumber(one: Instruction, numbers: dict[int, int], computations: dict[int, int]) -> None:
-    one.id = numbers[one.id]
-    one.name = f"{one.name}.{one.id}"
-    one.operand_ids[:] = [numbers[id_] for id_ in one.operand_ids]
-    one.called_computation_ids[:] = [computations[id_] for id_ in one.called_computation_ids]
+def _renumber(instruction: Instruction, numbers: dict[int, int], computations: dict[int, int]) -> None:
+    instruction.id = numbers[instruction.id]
+    instruction.name = f"{instruction.name}.{instruction.id}"
+    instruction.operand_ids[:] = [numbers[id_] for id_ in instruction.operand_ids]
+    instruction.called_computation_ids[:] = [computations[id_] for id_ in instruction.called_computation_ids]

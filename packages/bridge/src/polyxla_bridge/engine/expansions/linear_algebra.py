@@ -22,9 +22,9 @@ _LU = "LuDecomposition"
 and the permutation of the rows. Source: the TPU's lowering rule in ``jax._src.lax.linalg``."""
 
 
-def choose(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
     """Return what computes an LU decomposition; None for any other instruction."""
-    is_lu = one.opcode == "custom-call" and one.custom_call_target == _LU
+    is_lu = instruction.opcode == "custom-call" and instruction.custom_call_target == _LU
     return _decomposed if is_lu else None
 
 

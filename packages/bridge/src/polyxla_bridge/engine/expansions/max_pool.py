@@ -22,12 +22,12 @@ _EARLIER: dict[str, Callable[..., Any]] = {"GE": lax.lt, "GT": lax.gt}
 """By the comparison that keeps a maximum, which of two equal ones is chosen: the first or the last."""
 
 
-def choose(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
     """Return what computes a max-pooling's gradient; None for any other instruction."""
-    if one.opcode != "select-and-scatter":
+    if instruction.opcode != "select-and-scatter":
         return None
-    windows = one.window.dimensions
-    select, scatter = (_root(computations[id_]) for id_ in one.called_computation_ids)
+    windows = instruction.window.dimensions
+    select, scatter = (_root(computations[id_]) for id_ in instruction.called_computation_ids)
     is_dilated = any(window.window_dilation > 1 or window.base_dilation > 1 for window in windows)
     is_cropped = any(window.padding_low < 0 or window.padding_high < 0 for window in windows)
     if select not in _EARLIER or scatter != "add" or is_dilated or is_cropped:
@@ -43,8 +43,14 @@ def choose(one: Instruction, computations: Mapping[int, Computation]) -> inlinin
 
 def _root(computation: Computation) -> str:
     """Return what a computation does to its two parameters: a comparison, an opcode, or nothing known."""
-    (root,) = (one for one in computation.instructions if one.id == computation.root_id)
-    numbers = {one.id: one.parameter_number for one in computation.instructions if one.opcode == "parameter"}
+    (root,) = (
+        instruction for instruction in computation.instructions if instruction.id == computation.root_id
+    )
+    numbers = {
+        instruction.id: instruction.parameter_number
+        for instruction in computation.instructions
+        if instruction.opcode == "parameter"
+    }
     if [numbers.get(id_) for id_ in root.operand_ids] != [0, 1]:
         return ""
     return root.comparison_direction if root.opcode == "compare" else root.opcode

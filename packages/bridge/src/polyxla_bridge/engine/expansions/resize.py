@@ -21,20 +21,20 @@ _SPATIAL = (1, 2)
 """Dimensions that are resized, between those of the batch and of the channels."""
 
 
-def choose(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
     """Return what computes a resizing, or the gradient of one; None for any other instruction.
 
     Source: torch_xla/csrc/resize_ops.cpp, which writes the custom calls. Their configuration is two digits:
     whether corners are aligned, and whether the centers of pixels lie at halves.
     """
-    target = one.custom_call_target
-    if one.opcode != "custom-call" or target.removesuffix("Grad") not in _RESIZINGS:
+    target = instruction.custom_call_target
+    if instruction.opcode != "custom-call" or target.removesuffix("Grad") not in _RESIZINGS:
         return None
-    is_aligned, is_half = (digit == "1" for digit in one.backend_config.decode().strip('"'))
+    is_aligned, is_half = (digit == "1" for digit in instruction.backend_config.decode().strip('"'))
     along = partial(_RESIZINGS[target.removesuffix("Grad")], is_aligned=is_aligned, is_half=is_half)
     if target.endswith("Grad"):
-        return partial(_gradient, along=along, dims=tuple(one.shape.dimensions))
-    return partial(_resized, along=along, dims=tuple(one.shape.dimensions))
+        return partial(_gradient, along=along, dims=tuple(instruction.shape.dimensions))
+    return partial(_resized, along=along, dims=tuple(instruction.shape.dimensions))
 
 
 def _resized(image: jax.Array, *, along: inlining.Function, dims: Sequence[int]) -> jax.Array:

@@ -50,18 +50,24 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 """What a step of a scan may do with its elements."""
 
 
-def choose(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
     """Return what computes a scan; None for any other instruction.
 
     Raises:
         PjrtError: a step has an instruction that is not known here.
     """
-    if one.opcode != "scan":
+    if instruction.opcode != "scan":
         return None
-    (called,) = one.called_computation_ids
-    step = _Step(computations[called], one.num_carries)
-    scan = _in_parallel if one.is_associative == _YES and step.has_equal_results else _in_order
-    return partial(scan, step, one.dimensions[0], one.is_reverse, len(one.operand_ids) - one.num_carries)
+    (called,) = instruction.called_computation_ids
+    step = _Step(computations[called], instruction.num_carries)
+    scan = _in_parallel if instruction.is_associative == _YES and step.has_equal_results else _in_order
+    return partial(
+        scan,
+        step,
+        instruction.dimensions[0],
+        instruction.is_reverse,
+        len(instruction.operand_ids) - instruction.num_carries,
+    )
 
 
 class _Step:
@@ -75,12 +81,14 @@ class _Step:
     def __init__(self, computation: Computation, carries: int) -> None:
         self._instructions = computation.instructions
         self._carries = carries
-        (self._root,) = (one for one in self._instructions if one.id == computation.root_id)
-        for one in self._instructions:
-            if one.opcode not in {"parameter", "tuple", "compare", *_ELEMENTWISE}:
+        (self._root,) = (
+            instruction for instruction in self._instructions if instruction.id == computation.root_id
+        )
+        for instruction in self._instructions:
+            if instruction.opcode not in {"parameter", "tuple", "compare", *_ELEMENTWISE}:
                 raise PjrtError(
                     Code.UNIMPLEMENTED,
-                    f"a scan with the operation {one.opcode} is not supported on emulated devices; "
+                    f"a scan with the operation {instruction.opcode} is not supported on emulated devices; "
                     "compute it on the CPU, with .cpu()",
                 )
 
@@ -94,14 +102,14 @@ class _Step:
         """Return the results and the new carries."""
         given = (*elements, *carries)
         values: dict[int, Any] = {}
-        for one in self._instructions:
-            operands = [values.get(id_) for id_ in one.operand_ids]
-            if one.opcode == "parameter":
-                values[one.id] = given[one.parameter_number]
-            elif one.opcode == "compare":
-                values[one.id] = _COMPARISONS[one.comparison_direction](*operands)
-            elif one.opcode != "tuple":
-                values[one.id] = _ELEMENTWISE[one.opcode](*operands)
+        for instruction in self._instructions:
+            operands = [values.get(id_) for id_ in instruction.operand_ids]
+            if instruction.opcode == "parameter":
+                values[instruction.id] = given[instruction.parameter_number]
+            elif instruction.opcode == "compare":
+                values[instruction.id] = _COMPARISONS[instruction.comparison_direction](*operands)
+            elif instruction.opcode != "tuple":
+                values[instruction.id] = _ELEMENTWISE[instruction.opcode](*operands)
         found = [values[id_] for id_ in self._root.operand_ids]
         return found[: -self._carries], found[-self._carries :]
 
@@ -116,19 +124,19 @@ def _in_parallel(step: _Step, axis: int, is_reverse: bool, inputs: int, *operand
     found = lax.associative_scan(combine, elements, reverse=is_reverse, axis=axis)
     kept = [dim for dim in range(elements[0].ndim) if dim != axis]
     whole = [
-        lax.broadcast_in_dim(first, one.shape, kept) for first, one in zip(initial, elements, strict=True)
+        lax.broadcast_in_dim(first, part.shape, kept) for first, part in zip(initial, elements, strict=True)
     ]
     results = step(found, whole)[1]
     last = 0 if is_reverse else elements[0].shape[axis] - 1
-    return (*results, *(lax.index_in_dim(one, last, axis, keepdims=False) for one in results))
+    return (*results, *(lax.index_in_dim(result, last, axis, keepdims=False) for result in results))
 
 
 def _in_order(step: _Step, axis: int, is_reverse: bool, inputs: int, *operands: jax.Array) -> Any:
-    moved = [jax.numpy.moveaxis(one, axis, 0) for one in operands[:inputs]]
+    moved = [jax.numpy.moveaxis(operand, axis, 0) for operand in operands[:inputs]]
 
     def body(carries: list[Any], elements: list[Any]) -> tuple[list[Any], list[Any]]:
         results, after = step(elements, carries)
         return after, results
 
     carries, results = lax.scan(body, list(operands[inputs:]), moved, reverse=is_reverse)
-    return (*(jax.numpy.moveaxis(one, 0, axis) for one in results), *carries)
+    return (*(jax.numpy.moveaxis(result, 0, axis) for result in results), *carries)
