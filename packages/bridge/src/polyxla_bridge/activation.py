@@ -142,7 +142,7 @@ def _before_exit(bridge: Bridge, table: Table) -> None:
 
 
 def _has_ended_by_exception() -> bool:
-    """Return whether an exception that nobody caught has ended the program.
+    """Return whether an uncaught exception has ended the program.
 
     ``sys.last_traceback`` may also be of a test that failed, or of an input in an interactive session.
     """
@@ -179,7 +179,7 @@ def _leave_at_once(bridge: Bridge, table: Table) -> None:
         bridge.close(FAILED_TIMEOUT_S)
     finally:
         if isinstance(sys.last_value, KeyboardInterrupt):
-            # As Python ends itself, for a shell to know.
+            # Python ends itself in the same way: a shell sees the signal in the exit status.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         _end(FAILED)

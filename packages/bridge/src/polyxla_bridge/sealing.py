@@ -23,7 +23,7 @@ def unsealed(secret: str, where: str, data: bytes) -> bytes:
     """Return what `sealed` was given for the same place. Nothing of it is looked at before.
 
     Raises:
-        ValueError: who wrote it does not know the secret, or wrote it for another place.
+        ValueError: the writer does not know the secret, or wrote it for another place.
     """
     given, content = data[:SEAL_BYTES], data[SEAL_BYTES:]
     if not hmac.compare_digest(given, _seal(secret, where, content)):

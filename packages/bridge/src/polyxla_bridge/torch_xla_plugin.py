@@ -33,7 +33,7 @@ class EnginePlugin(DevicePlugin):
         """
         if refusal := self.refusal_of_spmd():
             _refuse_spmd(refusal)
-        # Not before: these modules are many, and a program may end without a device.
+        # Imported late: these modules are many, and a program may end without a device.
         from polyxla_bridge.activation import activate
         from polyxla_bridge.torch_xla_opener import TorchXla
 

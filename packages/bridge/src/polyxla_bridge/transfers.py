@@ -257,7 +257,7 @@ def _start(task: Callable[..., None], *args: Any) -> None:
 
 
 def _content(type_: ArrayType) -> str:
-    # Not the shape: torch.distributed sends elements, which the receiver may arrange in another way.
+    # The shapes may differ: torch.distributed sends elements, which the receiver may arrange anew.
     return f"{math.prod(type_.dims)} elements of {type_.dtype}"
 
 

@@ -203,7 +203,7 @@ class LoadedProgram:
     ) -> None:
         self.data = data
         self._clients = clients
-        # Not the program itself, which refers to this object.
+        # Keep these attributes, not the executable: it refers to this object, and a cycle delays its release.
         self._num_partitions, self._devices = executable.num_partitions, executable.devices
         self._compile_on = compile_on or self._load_on
         self._loaded = loaded

@@ -77,7 +77,7 @@ class Compiler(CompileOnce):
             fingerprint=fingerprint,
             num_partitions=partitions,
             devices=devices,
-            # Of a partitioned program, those that the partitioner added; of another, those of the user.
+            # The partitioner adds the collectives of a partitioned program; the user writes the others.
             meets=hlo.meets(optimized if partitions > 1 else hlo_module),
         )
         return self._attach(executable, self._loaded(executable, hlo_module, module, compile_options, native))

@@ -111,7 +111,7 @@ class CoordinationService:
 
 def main() -> None:
     """Run the service; arguments: path, address, a socket's descriptor, replicas, heartbeat timeout."""
-    # The service is no child of process 0, which may go on for long without waiting for it.
+    # The service must not be a child of process 0, which may run on for long without reaping it.
     if os.fork():
         os._exit(0)
     address = sys.argv[2]

@@ -222,7 +222,7 @@ class Engine(ABC):
         """Return memory counters under PJRT's names, as far as they are known: bytes in use, peak, limit."""
 
     def reset_memory_peak(self, device: EngineDevice) -> None:
-        """Let the peak in `memory_stats` begin anew at the bytes in use. Of the frameworks, TorchTPU asks."""
+        """Restart the peak in `memory_stats` at the bytes in use. Only TorchTPU calls this."""
         raise PjrtError(Code.UNIMPLEMENTED, f"{type(self).__name__} cannot reset the peak of its memory")
 
     def activities(self) -> list[DeviceActivity]:

@@ -154,7 +154,7 @@ class JaxEngine(Engine):
             executable.check([argument.type for argument in row])
         inputs = {completion_of(argument.value) for row in arguments for argument in row}
         local = [device for device in self.devices if device.is_local and executable.runs_on(device.index)]
-        # In the same order on each device: two programs that meet in different orders would wait forever.
+        # The lock keeps one order on all devices: two programs that meet in different orders would deadlock.
         with self._order:
             return [
                 self._queue(executable, device, row, keep, inputs)
@@ -169,7 +169,7 @@ class JaxEngine(Engine):
         keep: frozenset[int],
         inputs: AbstractSet[FutureLike] = frozenset(),
     ) -> list[Buffer]:
-        """Queue one execution on one device, which waits for the inputs of the other devices, too."""
+        """Queue one execution on one device, which also waits for the inputs of the other devices."""
         done: Future[None] = Future()
         results = [GroupedFuture(done) for _ in executable.outputs]
         outputs = [
@@ -264,8 +264,8 @@ class JaxEngine(Engine):
         done: Future[Any] = Future()
 
         def look(array: Any) -> None:
-            # On the device's thread, before a later program can reuse the memory: while numpy has a view of
-            # an array, jaxlib does not donate it.
+            # This runs on the device's thread, before a later program can reuse the memory: jaxlib does not
+            # donate an array while numpy has a view of it.
             host = np.asarray(array)
             self._readers.submit(complete, done, lambda: use(host))
 
@@ -327,7 +327,7 @@ class JaxEngine(Engine):
         return self._accounts[device.index].stats()
 
     def reset_memory_peak(self, device: EngineDevice) -> None:
-        """Begin the peak anew."""
+        """Restart the peak at the bytes in use."""
         self._accounts[device.index].reset_peak()
 
     def start_profile(self) -> None:
@@ -398,7 +398,7 @@ class JaxEngine(Engine):
             _log.info("%s", self.cache)
         if others_s:
             self._clients.wait_for_others(others_s)
-        # On the existing threads, because no thread can be started while the interpreter shuts down.
+        # The existing threads do it, because no thread can be started while the interpreter shuts down.
         leaving = [thread.run(self._clients.leave, index) for index, thread in self._threads.items()]
         _, late = wait(leaving, FINISH_TIMEOUT_S)
         for thread in self._threads.values():
@@ -407,17 +407,17 @@ class JaxEngine(Engine):
 
 
 def _free_host_memory() -> None:
-    # jaxlib lets go of the host memory of freed arrays only here, or when the next array is brought.
+    # jaxlib frees the host memory of deleted arrays only here, or when the next array arrives.
     _jax.collect_garbage()
 
 
 def _bytes(host: np.ndarray[Any, Any]) -> memoryview:
-    # As uint8, because memoryview does not support bfloat16 and the other dtypes of ml_dtypes.
+    # memoryview does not support bfloat16 and the other dtypes of ml_dtypes, so the view is of uint8.
     return memoryview(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
 
 
 def _written(host: np.ndarray[Any, Any], into: memoryview) -> memoryview:
-    # By numpy, which releases the GIL meanwhile.
+    # numpy copies without the GIL; slicing a memoryview would hold it.
     np.frombuffer(into, np.uint8)[:] = np.frombuffer(_bytes(host), np.uint8)
     return into
 

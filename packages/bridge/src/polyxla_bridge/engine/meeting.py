@@ -151,7 +151,7 @@ class JointStart:
         """Start the devices' programs, as one if they differ; return each device's share."""
         joint = self._compiler.join([parts[index].executable for index in sorted(parts)])
         program: PluginProgram = joint.executable.native["program"]
-        # In the order of the program.
+        # A program numbers its devices in an order of its own.
         order = [self._indices[handle] for handle in program.loaded.devices]
         rows = [self._arguments(joint, index, parts[index].arguments) for index in order]
         kept: frozenset[int] = frozenset().union(*(part.keep for part in parts.values()))

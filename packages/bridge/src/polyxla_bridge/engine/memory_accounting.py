@@ -163,7 +163,7 @@ class MemoryAccount:
             self._freed.append(entry.size)
 
     def _free(self, entry: Any) -> None:
-        # Not called for a donated array: `take` dropped its weak reference, and the callback with it.
+        # A donated array never gets here: `take` dropped its weak reference, and the callback with it.
         del self._live[entry.key]
         self._freed.append(entry.size)
 

@@ -75,7 +75,7 @@ def _order(place: Coordinates) -> Coordinates:
 def in_program(numbers: Sequence[int], replicas: int, local: Sequence[int]) -> tuple[int, ...]:
     """Return a program's devices, in the order of its own numbers of replicas and partitions.
 
-    JAX and TorchTPU compile for one device, too, and a TPU node has jobs on some of its cores. For a group of
+    JAX and TorchTPU also compile for one device, and a TPU node has jobs on some of its cores. For a group of
     every other device, TorchTPU numbers them so that the group's are next to each other.
 
     Args:

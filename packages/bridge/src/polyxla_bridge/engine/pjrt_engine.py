@@ -154,7 +154,7 @@ class PjrtEngine(Engine):
             executable.check([argument.type for argument in row])
         local = [device for device in self.devices if device.is_local]
         meeting = Meeting([device.index for device in local], self._joint_start)
-        # In the same order on each device: two programs that meet in different orders would wait forever.
+        # The lock keeps one order on all devices: two programs that meet in different orders would deadlock.
         with self._order:
             return [
                 self._queue(executable, device, row, keep, meeting)
@@ -372,7 +372,7 @@ class PjrtEngine(Engine):
         return self._client.memory_stats(self._client.devices[device.index]) or {}
 
     def reset_memory_peak(self, device: EngineDevice) -> None:
-        """Begin the peak anew, if it is counted here."""
+        """Restart the peak, if it is counted here."""
         if device.index not in self._accounts:
             super().reset_memory_peak(device)
         self._accounts[device.index].reset_peak()
@@ -444,7 +444,7 @@ class _Start:
 
 
 def _array(value: FutureLike) -> DeviceArray:
-    """Return an array that a program may use, also if it is not computed yet.
+    """Return an array that a program may use even before it is computed.
 
     Raises:
         Exception: the array could not be made, or is deleted.

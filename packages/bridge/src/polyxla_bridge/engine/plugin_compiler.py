@@ -159,7 +159,7 @@ class PluginCompiler(CompileOnce):
         chosen.CopyFrom(asked)
         build = chosen.executable_build_options
         if self._settings.places:
-            # Of an emulated chip's compiler, which this plugin's is not. XLA_FLAGS has this plugin's.
+            # These options are for the compiler of the emulated chip. XLA_FLAGS has those of this plugin.
             build.ClearField("debug_options")
             chosen.ClearField("env_option_overrides")
         build.num_partitions = partitions = max(1, build.num_partitions)

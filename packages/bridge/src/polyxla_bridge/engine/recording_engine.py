@@ -108,7 +108,7 @@ class RecordingEngine(JaxEngine):
         raise PjrtError(Code.UNIMPLEMENTED, "no compiled program is loaded while programs are recorded")
 
     def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
-        """Close the log, too."""
+        """Close the engine, then the log."""
         super().close(timeout_s, others_s)
         self._recorder.close()
 

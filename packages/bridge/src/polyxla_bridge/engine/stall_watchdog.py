@@ -69,7 +69,7 @@ def report(engine: Engine, text: str) -> None:
     Returns once the report is made, so that the error that the caller then raises cannot overtake it.
     """
     content = f"{text}\n{describe(engine)}"
-    # On a thread of its own: a handler may end the job, and then waits for the devices' threads.
+    # A handler may end the job, which waits for the devices' threads, so it needs a thread of its own.
     thread = threading.Thread(target=_handlers[0], args=(content, frozenset()), name="polyxla-watch")
     thread.daemon = True
     thread.start()
@@ -101,7 +101,7 @@ def stacks() -> str:
 
 
 def retire(ordinal: int) -> None:
-    """Tell all processes that a replica of this one has returned: who waits for it now waits forever."""
+    """Tell all processes that a replica of this one has returned: waiting for it would never end."""
     for engine in _watched:
         engine.retire(ordinal)
 

@@ -81,7 +81,7 @@ class PeerConnections:
         for peer in self._peers.values():
             with suppress(OSError), peer:
                 # Closing alone is not enough: a process that was forked from this one may hold the socket.
-                # The service holds those of process 0, too, and still needs them.
+                # The service also holds the sockets of process 0, and still needs them.
                 if self._settings.process:
                     peer.shutdown(socket.SHUT_RDWR)
         self._peers.clear()
@@ -173,7 +173,7 @@ class _Arrivals:
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        # In the order of their arrival.
+        # A dict keeps the order of arrival.
         self._waiting: dict[socket.socket, tuple[float, bytearray]] = {}
 
     def __enter__(self) -> Self:
@@ -198,7 +198,7 @@ class _Arrivals:
         return None
 
     def _accept(self) -> None:
-        # One that is gone again is no error.
+        # A process that has gone again is not an error.
         with suppress(OSError):
             peer, _ = self._listener.accept()
             peer.setblocking(False)

@@ -34,7 +34,7 @@ def open_library() -> None:
     from polyxla_bridge.activation import activate
     from polyxla_bridge.libtpu.client import make_engine
 
-    # Not imported for this: an environment has one of the two frameworks, or another.
+    # Check sys.modules: importing would load the wrong framework.
     if "torch_xla" in sys.modules:
         from polyxla_bridge.torch_xla_opener import TorchXla
         from polyxla_bridge.torch_xla_plugin import count_lookup

@@ -43,7 +43,7 @@ def claim(topology: Topology, host: Host) -> None:
 
 
 def _take(address: str) -> None:
-    """Take a device. Its abstract socket is no file, and belongs to one process at a time."""
+    """Take a device. Its abstract socket is not a file, and belongs to one process at a time."""
     chip = socket.socket(socket.AF_UNIX)
     try:
         chip.bind(address)
@@ -181,7 +181,7 @@ def _meeting(topology: Topology) -> str:
     """Return where the clients of all devices meet."""
     if len(topology.addresses) > 1:
         return _reachable(topology.addresses[0])
-    # Nobody else needs to know it, and other jobs of this machine may use the same address.
+    # No other process joins, so any free port serves. The variables' port may be another job's.
     with socket.create_server((BridgeSettings.host, 0)) as probe:
         return f"{BridgeSettings.host}:{probe.getsockname()[1]}"
 

@@ -161,7 +161,7 @@ def put(
         host_buffer_semantics=HostBuffer.IMMUTABLE_ONLY_DURING_CALL,
         device=device.handle,
     )
-    # The bytes were copied during the call, also if they are still on their way to the device.
+    # The plugin copied the bytes during the call, even if they have not reached the device yet.
     Event(client.plugin, made.done_with_host_buffer).drop()
     return DeviceArray(client, made.buffer, size)
 

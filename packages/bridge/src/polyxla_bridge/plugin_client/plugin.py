@@ -67,7 +67,7 @@ class NamedValues:
 def _value(name: str, option: Option) -> NamedValue:
     value = NamedValue(struct_size=ctypes.sizeof(NamedValue), name=name.encode(), value_size=1)
     value.name_size = len(name.encode())
-    # Before integers: a boolean is one, too.
+    # Check booleans before integers: bool is a subclass of int.
     if isinstance(option, bool):
         value.type, value.bool_value = NamedValueType.BOOL, option
     elif isinstance(option, int):

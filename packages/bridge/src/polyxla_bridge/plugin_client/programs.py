@@ -110,7 +110,7 @@ class LoadedProgram:
 
 
 def _pointers(values: Sequence[int | None]) -> Any:
-    # Of at least one element, since an empty array may have no address.
+    # The array gets at least one element, because an empty array may have no address.
     return (ctypes.c_void_p * max(len(values), 1))(*values)
 
 

@@ -53,7 +53,7 @@ _TOKEN_WORDS = 2
 _DIVIDED = _TOKEN_WORDS
 _BOARD_WORDS = _TOKEN_WORDS + 1
 RUNS = 256
-"""Changes of the group in a program that are kept; a replica with more counts as waiting for nobody."""
+"""Changes of the group in a program that are kept; a replica with more counts as not waiting."""
 # How often the program was replaced, the number of runs, and of each its group, first number and end.
 _PROGRAM_WORDS = 2 + 3 * RUNS
 _TEXT = _PROGRAM_WORDS + GROUPS * _CHANNEL_WORDS
@@ -248,7 +248,7 @@ class Agreement:
         """Raise an error if the replica waits for itself, over others that wait in other groups.
 
         A replica waits in its first collective that one of its group has not reached. Where another has moved
-        on since it was read, it can only wait for less, so that a circle is one for good.
+        on since it was read, it can only wait for less, so a circle, once found, cannot dissolve.
         """
         programs = {index: runs for index in range(self._replicas) if (runs := self._runs(index))}
         members = {

@@ -97,7 +97,7 @@ def _pair_donors(parsed: Module) -> bool:
 
 
 def _results(parsed: Module) -> dict[tuple[int, ...], Shape]:
-    """Return the shape of each result by its index in StableHLO, where a single one is no tuple."""
+    """Return the shape of each result by its index in StableHLO, where a single result is not a tuple."""
     result = parsed.host_program_shape.result
     shapes = result.tuple_shapes or [result]
     return {(i,) if len(shapes) > 1 else (): shape for i, shape in enumerate(shapes)}

@@ -67,7 +67,7 @@ class CacheDirectory:
     def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.path = path
         self._limit_bytes = limit_bytes
-        # So that the first write of a process checks the size.
+        # The first write of a process checks the size: the directory may have grown since the last job.
         self._written_bytes = SWEEP_BYTES
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class CacheDirectory:
             OSError: the file cannot be written; nothing remains of it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        # Not by `tempfile`, because other users could not read its files in a shared directory.
+        # `tempfile` makes files that other users of a shared directory cannot read.
         temporary = self.path / f".{name}.{secrets.token_hex(8)}"
         try:
             with temporary.open("xb") as file:
@@ -259,7 +259,7 @@ class ProgramCache:
         on_lookup: called for each program with whether it was cached, in the thread that asked.
 
     Attributes:
-        hits: programs that were cached, also if another process of the job looked them up.
+        hits: programs that were cached, including those that another process of the job looked up.
         misses: programs that were not cached, or could not be used.
     """
 

@@ -155,7 +155,7 @@ class UnpackedProgram:
 def code_digest() -> str:
     """Return a digest of this package's code, which rewrites programs and chooses compiler options.
 
-    A program that other code made may be wrong, also where a framework has kept it, as TorchTPU does.
+    A program that other code made may be wrong, even if a framework has kept it, as TorchTPU does.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(polyxla_bridge.__file__).parent.rglob("*.py")):

@@ -155,7 +155,7 @@ class CrossHost:
         texts = [ctypes.create_string_buffer(descriptor) for _, descriptor in made]
         sizes = array([len(descriptor) for _, descriptor in made], ctypes.c_size_t)
         notify = abi.ReceiveNotifier(args.notifier)
-        # An array that is announced is never taken back: there is no function to cancel it.
+        # An announced array is never taken back: the extension has no function to cancel it.
         notify(
             None,
             array([ctypes.addressof(text) for text in texts]),

@@ -256,7 +256,7 @@ class Bridge:
     def _drain_until_stopped(self) -> None:
         while UNLOCKED.polyxla_wait():
             self.drain()
-        # On this thread, because no thread can be started while the interpreter shuts down.
+        # This thread does it, because no thread can be started while the interpreter shuts down.
         try:
             self._wait_for_torch_xla()
         except BaseException as error:

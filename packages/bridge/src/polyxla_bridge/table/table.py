@@ -60,7 +60,7 @@ class Table:
 
     Attributes:
         holds_failures: whether a framework's thread whose call fails waits from now on for the end of the
-            process. Set it when nobody is left whom the failure concerns.
+            process. Set once no caller can act on the failure.
     """
 
     def __init__(self, bridge: Bridge) -> None:

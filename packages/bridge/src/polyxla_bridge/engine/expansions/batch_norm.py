@@ -2,7 +2,7 @@
 
 XLA's partitioner cannot split the batch norm instructions: it gathers the whole batch on every device, and
 each device then computes everything. It can split the instructions that compute a batch norm. torch_xla
-writes layer norm as a batch norm, too.
+also writes layer norm as a batch norm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _training(
 ) -> tuple[jax.Array, ...]:
     """Return the normalised array, and the mean and the variance of each feature."""
     others = _all_but(axis, x)
-    # As XLA's own expansion, which single devices run: both sums need only one pass, and one all-reduce.
+    # XLA's own expansion for single devices does the same: both sums need one pass and one all-reduce.
     mean = jnp.mean(x, others)
     variance = jnp.mean(x * x, others) - mean * mean
     return _inference(x, scale, offset, mean, variance, axis=axis, epsilon=epsilon), mean, variance

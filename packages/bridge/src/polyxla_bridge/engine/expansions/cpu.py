@@ -23,10 +23,6 @@ def expanded(module: bytes, *, is_partitioned: bool) -> bytes:
     return inlining.replace(module, *(expansion.choose for expansion in choices))
 
 
-# Otherwise jax would write instructions of int64 as int32.
-jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
-
-
 def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
     """Rewrite a serialised HloModuleProto as for jaxlib's CPU client.
 
@@ -38,6 +34,9 @@ def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
     Raises:
         PjrtError: the program has kernels for TPU cores.
     """
+    # Otherwise jax would write instructions of int64 as int32. Set here, not on import: a process that only
+    # preloads this module must not change the jax of its user.
+    jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
     hlo.check_kernels(module)
     simple = expanded(module, is_partitioned=partitions > 1)
     return hlo.with_layouts(rewrite.for_jaxlib(simple, replicas, is_partitioned=partitions > 1))

@@ -19,7 +19,7 @@ from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 _EARLIER: dict[str, Callable[..., Any]] = {"GE": lax.lt, "GT": lax.gt}
-"""By the comparison that keeps a maximum, which of two equal ones is chosen: the first or the last."""
+"""By the comparison that keeps a maximum, which of two equal elements is chosen: the first or the last."""
 
 
 def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
@@ -86,7 +86,7 @@ def _gradient(
         (value, at), (other, other_at) = kept, new
         # XLA may visit a window in any order. Position -1 is outside of the array.
         wins = lax.gt(value, other) | (lax.eq(value, other) & is_chosen(at, other_at))
-        # As in torch, the last NaN of a window is its maximum.
+        # torch takes the last NaN of a window as its maximum.
         is_nan, other_is_nan = lax.ne(value, value), lax.ne(other, other)
         wins = lax.select(other_is_nan, is_nan & lax.gt(at, other_at), is_nan | wins)
         keeps = (other_at < 0) | ((at >= 0) & wins)
@@ -103,7 +103,7 @@ def _gradient(
     places = range(0, len(spread), 2)
     own = lax.reshape(_positions(blocks, strides, operand.shape, low), spread)
     total = lax.broadcast(initial, spread)
-    # In the order of the windows, as XLA adds.
+    # XLA adds in the order of the windows; another order would round differently.
     for start in itertools.product(*map(range, reach)):
         stop = [first + block for first, block in zip(start, blocks, strict=True)]
         is_own = lax.eq(lax.broadcast_in_dim(lax.slice(chosen, start, stop), spread, places), own)
