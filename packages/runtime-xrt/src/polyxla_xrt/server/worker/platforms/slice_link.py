@@ -19,7 +19,7 @@ import grpc
 
 from polyxla import PolyxlaError, UsageError
 from polyxla.plugin import BASE_PORT
-from polyxla_bridge.engine.plugin_engine.device_progress import DeviceProgress
+from polyxla_bridge.engine.stall_watchdog import DeviceProgress
 from polyxla_xrt.client.attendance import attend
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.config.addresses import join_address
