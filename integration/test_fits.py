@@ -95,11 +95,3 @@ def test_a_script_that_takes_too_long_is_ended(clean_environ: dict[str, str], tm
     script.write_text("import time\ntime.sleep(1000)")
     with pytest.raises(ScriptFailedError, match=r"in 8 s \(--timeout\)"):
         collect([str(script)], "v5e-1", tmp_path / "programs", clean_environ, timeout_s=8)
-
-
-def test_the_peaks_are_those_of_training() -> None:
-    from polyxla_tools.fits.target import PEAKS
-    from polyxla_training.observe.performance import CHIP_PEAKS
-
-    known = {name.removeprefix("TPU "): peak.peak_flops for name, peak in CHIP_PEAKS.items()}
-    assert {name: peak.flops for name, peak in PEAKS.items()} == {name: known[name] for name in PEAKS}

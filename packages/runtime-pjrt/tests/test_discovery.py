@@ -227,11 +227,11 @@ def test_a_program_prepared_for_a_chip_finds_that_one(v4_host: Path, metadata_ho
     # On a TPU VM, where the metadata server goes on to describe all chips.
     environ = {tpu_env.GCE_METADATA_HOST: metadata_host, tpu_env.TPU_LIBRARY_PATH: "libtpu.so"}
     found = discover(environ, "auto", v4_host)
-    assert [one.index for one in found.devices] == [0, 1, 2, 3], found.unavailable
+    assert [device.index for device in found.devices] == [0, 1, 2, 3], found.unavailable
     environ |= replica_environment(environ, found, (device,))
     assert environ[tpu_env.TPU_VISIBLE_CHIPS] == str(device)
     again = discover(environ, "auto", v4_host)
-    assert [one.index for one in again.devices] == [device], again.unavailable
+    assert [device.index for device in again.devices] == [device], again.unavailable
     assert replica_environment(environ, again, (device,)) == {}
 
 
@@ -281,13 +281,13 @@ def test_several_tpu_cores_get_a_process_for_each_chip(
     assert plan is not None
     assert (plan.layout, plan.first_process, plan.is_bridged) == (layout, first, False)
     environs = plan.process_environments({"KEPT": "1"}, cpu_count=2)
-    assert [one[tpu_env.TPU_VISIBLE_CHIPS] for one in environs] == list(chips)
-    assert [one[tpu_env.CLOUD_TPU_TASK_ID] for one in environs] == [
+    assert [own[tpu_env.TPU_VISIBLE_CHIPS] for own in environs] == list(chips)
+    assert [own[tpu_env.CLOUD_TPU_TASK_ID] for own in environs] == [
         str(first + i) for i in range(len(environs))
     ]
-    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == [str(i) for i in range(len(environs))]
-    assert {one[tpu_env.TPU_PROCESS_BOUNDS] for one in environs} == {bounds}
-    assert {(one[env.PJRT_DEVICE], one["KEPT"], one[tpu_env.TPU_SKIP_MDS_QUERY]) for one in environs} == {
+    assert [own[env.PJRT_LOCAL_PROCESS_RANK] for own in environs] == [str(i) for i in range(len(environs))]
+    assert {own[tpu_env.TPU_PROCESS_BOUNDS] for own in environs} == {bounds}
+    assert {(own[env.PJRT_DEVICE], own["KEPT"], own[tpu_env.TPU_SKIP_MDS_QUERY]) for own in environs} == {
         ("TPU", "1", "1")
     }
     assert plan.program_environment({}, 2) == {env.PJRT_DEVICE: "TPU"}

@@ -157,15 +157,15 @@ def test_the_cores_of_a_chip_cannot_have_a_process_each() -> None:
 def test_each_process_gets_its_share_and_one_coordinator() -> None:
     job = {"KEPT": "yes", "POLYXLA_SECRET": "of one job"}
     environs = PjrtPlan(Layout(threads=2, processes=2)).process_environments(job, cpu_count=2)
-    shares = [from_environ(one) for one in environs]
+    shares = [from_environ(own) for own in environs]
     assert [share.local for share in shares] == [(0, 1), (2, 3)]
     assert (
         len({share.coordinator for share in shares})
-        == len({one[tpu_env.MASTER_PORT] for one in environs})
+        == len({own[tpu_env.MASTER_PORT] for own in environs})
         == 1
     )
-    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1"]
-    assert {one["KEPT"] for one in environs} == {"yes"}
+    assert [own[env.PJRT_LOCAL_PROCESS_RANK] for own in environs] == ["0", "1"]
+    assert {own["KEPT"] for own in environs} == {"yes"}
 
 
 def pod_plan(host: int) -> TpuPlan:
@@ -176,37 +176,39 @@ def pod_plan(host: int) -> TpuPlan:
 
 def test_a_launch_emulates_all_hosts_of_a_tpu() -> None:
     environs = tpu_plan("v4-16").process_environments({"KEPT": "yes"}, cpu_count=2)
-    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1", "2", "3"] * 2
-    assert [one[tpu_env.POLYXLA_EMULATE_HOST] for one in environs] == ["0"] * 4 + ["1"] * 4
-    assert [one[tpu_env.CLOUD_TPU_TASK_ID] for one in environs] == [str(index) for index in range(8)]
-    assert {one[tpu_env.TPU_PROCESS_BOUNDS] for one in environs} == {"2,2,2"}
-    assert {one[tpu_env.TPU_SKIP_MDS_QUERY] for one in environs} == {"1"}
-    assert {one[POLYXLA_LIBTPU_HOST] for one in environs} == {"v4:2x2x1"}
-    assert len({one[POLYXLA_LIBTPU_DEV] for one in environs}) == 2, "each host has its own chips"
-    (addresses,) = {one[tpu_env.TPU_PROCESS_ADDRESSES] for one in environs}
+    assert [own[env.PJRT_LOCAL_PROCESS_RANK] for own in environs] == ["0", "1", "2", "3"] * 2
+    assert [own[tpu_env.POLYXLA_EMULATE_HOST] for own in environs] == ["0"] * 4 + ["1"] * 4
+    assert [own[tpu_env.CLOUD_TPU_TASK_ID] for own in environs] == [str(index) for index in range(8)]
+    assert {own[tpu_env.TPU_PROCESS_BOUNDS] for own in environs} == {"2,2,2"}
+    assert {own[tpu_env.TPU_SKIP_MDS_QUERY] for own in environs} == {"1"}
+    assert {own[POLYXLA_LIBTPU_HOST] for own in environs} == {"v4:2x2x1"}
+    assert len({own[POLYXLA_LIBTPU_DEV] for own in environs}) == 2, "each host has its own chips"
+    (addresses,) = {own[tpu_env.TPU_PROCESS_ADDRESSES] for own in environs}
     assert len(set(addresses.split(","))) == 8
     ports = [address.rpartition(":")[2] for address in addresses.split(",")]
     assert (
-        ports == [one[tpu_env.TPU_PROCESS_PORT] for one in environs] == ["8476", "8477", "8478", "8479"] * 2
+        ports == [own[tpu_env.TPU_PROCESS_PORT] for own in environs] == ["8476", "8477", "8478", "8479"] * 2
     )
-    assert {one["KEPT"] for one in environs} == {"yes"}
+    assert {own["KEPT"] for own in environs} == {"yes"}
 
 
 def test_a_launch_can_emulate_one_host_of_a_tpu() -> None:
     plan = pod_plan(1)
     assert (plan.layout, plan.processes_here) == (Layout(1, 4, 2), range(4, 8))
     environs = plan.process_environments({}, cpu_count=2)
-    assert [one[tpu_env.CLOUD_TPU_TASK_ID] for one in environs] == ["4", "5", "6", "7"]
-    (addresses,) = {one[tpu_env.TPU_PROCESS_ADDRESSES] for one in environs}
-    assert [one.partition(":")[0] for one in addresses.split(",")] == ["127.1.1.1"] * 4 + ["127.1.1.2"] * 4
+    assert [own[tpu_env.CLOUD_TPU_TASK_ID] for own in environs] == ["4", "5", "6", "7"]
+    (addresses,) = {own[tpu_env.TPU_PROCESS_ADDRESSES] for own in environs}
+    assert [address.partition(":")[0] for address in addresses.split(",")] == ["127.1.1.1"] * 4 + [
+        "127.1.1.2"
+    ] * 4
 
 
 def test_launches_of_one_program_share_the_chips_of_its_host() -> None:
     plan = tpu_plan("v4-8")
     program = plan.program_environment({}, 2)
     environs = plan.process_environments(program, 2) + plan.process_environments(program, 2)
-    assert {one[POLYXLA_LIBTPU_DEV] for one in environs} == {program[POLYXLA_LIBTPU_DEV]}
-    assert len({one[tpu_env.TPU_PROCESS_ADDRESSES] for one in environs}) == 2
+    assert {own[POLYXLA_LIBTPU_DEV] for own in environs} == {program[POLYXLA_LIBTPU_DEV]}
+    assert len({own[tpu_env.TPU_PROCESS_ADDRESSES] for own in environs}) == 2
     assert plan.program_environment({}, 2)[POLYXLA_LIBTPU_DEV] != program[POLYXLA_LIBTPU_DEV]
 
 

@@ -43,7 +43,7 @@ def test_a_tpu_with_another_libtpu_is_refused(install_plugin: PluginInstaller) -
 
 def test_torch_xla_itself_asks_for_this_libtpu() -> None:
     requirements = importlib.metadata.requires("torch_xla") or []
-    (libtpu,) = (one for one in requirements if one.startswith("libtpu"))
+    (libtpu,) = (requirement for requirement in requirements if requirement.startswith("libtpu"))
     oldest = ".".join(map(str, FOR_TORCH_XLA.first))
     assert libtpu.partition(";")[0].strip() == f"libtpu=={oldest}"
 

@@ -46,12 +46,12 @@ def test_the_variables_are_those_of_torchtpus_own_launch(name: str) -> None:
 
 def test_each_process_has_its_ranks() -> None:
     environs = requested_plan({POLYXLA_EMULATE: "v4-16"}).process_environments({"KEPT": "yes"}, 2)
-    assert [one[tpu.RANK] for one in environs] == [str(rank) for rank in range(8)]
-    assert [one[tpu.LOCAL_RANK] for one in environs] == ["0", "1", "2", "3"] * 2
-    assert [one[env.NODE_RANK] for one in environs] == ["0"] * 4 + ["1"] * 4
+    assert [own[tpu.RANK] for own in environs] == [str(rank) for rank in range(8)]
+    assert [own[tpu.LOCAL_RANK] for own in environs] == ["0", "1", "2", "3"] * 2
+    assert [own[env.NODE_RANK] for own in environs] == ["0"] * 4 + ["1"] * 4
     shared = (env.TORCH_TPU_SLICEBUILDER_ADDRESSES, tpu.MASTER_PORT, env.TORCH_TPU_XPROF_SESSION_ID)
-    assert all(len({one[name] for one in environs}) == 1 for name in shared)
-    assert {(one[tpu.WORLD_SIZE], one[env.NNODES], one["KEPT"]) for one in environs} == {("8", "2", "yes")}
+    assert all(len({own[name] for own in environs}) == 1 for name in shared)
+    assert {(own[tpu.WORLD_SIZE], own[env.NNODES], own["KEPT"]) for own in environs} == {("8", "2", "yes")}
     assert environs[0][env.TORCH_TPU_TOPOLOGY] == "2,2,2"
     hosts = {address.partition(":")[0] for address in environs[0][shared[0]].split(",")}
     assert len(hosts) == 2
@@ -64,13 +64,13 @@ def test_the_launches_of_several_hosts_agree_where_to_meet(own: dict[str, str]) 
         requested_plan({**pod, tpu.POLYXLA_EMULATE_HOST: str(host)}).process_environments(pod, 2)
         for host in range(2)
     ]
-    assert [[one[tpu.RANK] for one in launch] for launch in launches] == [list("0123"), list("4567")]
+    assert [[own[tpu.RANK] for own in launch] for launch in launches] == [list("0123"), list("4567")]
     shared = (tpu.MASTER_ADDR, tpu.MASTER_PORT, env.TORCH_TPU_SLICEBUILDER_ADDRESSES)
-    meetings = {tuple(one[name] for name in shared) for launch in launches for one in launch}
+    meetings = {tuple(own[name] for name in shared) for launch in launches for own in launch}
     addresses = ",".join(f"127.0.5.{host}:{8070 + local}" for host in (1, 2) for local in range(4))
     expected = {tpu.MASTER_ADDR: "127.0.5.1", tpu.MASTER_PORT: "29500", **own}
     assert meetings == {(*expected.values(), addresses)}
-    assert all(env.TORCH_TPU_INTERNAL_HANDSHAKE_PORT not in one for launch in launches for one in launch)
+    assert all(env.TORCH_TPU_INTERNAL_HANDSHAKE_PORT not in own for launch in launches for own in launch)
 
 
 def test_a_program_may_launch_the_replicas_of_all_hosts() -> None:
@@ -88,17 +88,17 @@ def test_what_a_user_has_set_is_not_overwritten() -> None:
 def test_each_device_of_a_chip_has_a_process() -> None:
     plan = plan_for({POLYXLA_EMULATE: "tpu7x-8"}, "TPU", (4, 5, 6, 7))
     environs = plan.process_environments({}, 2)
-    assert [one[tpu.LOCAL_RANK] for one in environs] == ["4", "5", "6", "7"]
+    assert [own[tpu.LOCAL_RANK] for own in environs] == ["4", "5", "6", "7"]
     assert environs[0][env.TORCH_TPU_TOPOLOGY] == "1,2,1,2"
     pod = requested_plan({POLYXLA_EMULATE: "tpu7x-16"}).process_environments({}, 2)
-    assert [one[tpu.LOCAL_RANK] for one in pod] == [str(rank % 8) for rank in range(16)]
+    assert [own[tpu.LOCAL_RANK] for own in pod] == [str(rank % 8) for rank in range(16)]
     assert pod[15][env.TORCH_TPU_TOPOLOGY] == "2,2,2,2"
 
 
 def test_a_part_of_a_host_keeps_the_numbers_of_its_chips() -> None:
     plan = plan_for({POLYXLA_EMULATE: "v4-8"}, "TPU", (2, 3))
     environs = plan.process_environments({}, 2)
-    assert [one[tpu.LOCAL_RANK] for one in environs] == ["2", "3"]
+    assert [own[tpu.LOCAL_RANK] for own in environs] == ["2", "3"]
     assert environs[0][env.TORCH_TPU_TOPOLOGY] == "1,2,1"
 
 
@@ -119,4 +119,4 @@ def test_processes_exchange_addresses_in_memory_if_their_ranks_count_from_0_on_o
 ) -> None:
     plan = plan_for({POLYXLA_EMULATE: name}, "TPU", tuple(devices))
     environs = plan.process_environments({}, 2)
-    assert {one.get(env.TORCH_TPU_DEVICES_PER_HOST) for one in environs} == {expected}
+    assert {own.get(env.TORCH_TPU_DEVICES_PER_HOST) for own in environs} == {expected}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from polyxla_training.observe.performance import CHIP_PEAKS, chip_peak, utilization
+from polyxla.plugin import GENERATIONS, generation_of
+from polyxla_training.observe.performance import utilization
 
 
 def test_utilization_is_of_one_devices_share_of_a_chip() -> None:
@@ -19,7 +20,7 @@ def test_an_unknown_chip_has_no_utilization(kind: str | None) -> None:
 
 
 def test_every_generation_is_known_under_the_names_of_libtpu_and_torchtpu() -> None:
-    assert chip_peak("TPU v5 lite") is CHIP_PEAKS["TPU v5e"]
-    assert chip_peak("TPU v6 lite") is CHIP_PEAKS["TPU v6e"]
-    assert chip_peak("TPU7x") is chip_peak("TPU v7") is CHIP_PEAKS["TPU v7x"]
-    assert all(chip_peak(name) for name in CHIP_PEAKS)
+    assert generation_of("TPU v5 lite") is GENERATIONS["v5e"]
+    assert generation_of("TPU v6 lite") is GENERATIONS["v6e"]
+    assert generation_of("TPU7x") is generation_of("TPU v7") is GENERATIONS["v7x"]
+    assert all(generation_of(f"TPU {name}") is generation for name, generation in GENERATIONS.items())

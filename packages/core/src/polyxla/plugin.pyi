@@ -204,6 +204,7 @@ from polyxla.tpu.accelerators import (
     GENERATIONS as GENERATIONS,
     AcceleratorType as AcceleratorType,
     Bounds as Bounds,
+    generation_of as generation_of,
 )
 from polyxla.tpu.parts import (
     ONE as ONE,

@@ -220,7 +220,7 @@ def pinned_batches() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(512.0).reshape(64, 8))
     loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True, num_workers=1)
     totals = [rows.to("tpu", non_blocking=True).sum().item() for (rows,) in loader]
-    assert totals == [float(sum(range(32 * one, 32 * one + 32))) for one in range(16)]
+    assert totals == [float(sum(range(32 * row, 32 * row + 32))) for row in range(16)]
 
 
 def data_dependent_shapes() -> None:
@@ -267,10 +267,10 @@ def threads() -> None:
         sums.append(x.sum().item())
 
     running = [threading.Thread(target=work) for _ in range(4)]
-    for one in running:
-        one.start()
-    for one in running:
-        one.join(TIMEOUT_S)
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(TIMEOUT_S)
     assert sums == [2100.0] * 4
 
 

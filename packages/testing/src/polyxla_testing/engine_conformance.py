@@ -158,7 +158,7 @@ class EngineConformance:
         results = engine.execute(
             donating, engine.devices[0], [upload(engine, ones(1)), upload(engine, ones(2))]
         )
-        assert tuple(one.type for one in results) == types
+        assert tuple(result.type for result in results) == types
         assert download(engine, results[0]).tolist() == [3] * 4
         assert download(engine, results[1]) == 1
 
@@ -231,10 +231,10 @@ class EngineConformance:
         lost = Buffer(ArrayType("float32", ()), device, value)
         (result,) = engine.execute(doubling, device, [lost])
         (next_,) = engine.execute(doubling, device, [result])
-        for one in (lost, result, next_, engine.copy(lost, device)):
+        for buffer in (lost, result, next_, engine.copy(lost, device)):
             with pytest.raises(PjrtError, match="no room for it"):
-                engine.to_host(one).result(TIMEOUT_S)
-            engine.delete(one)
+                engine.to_host(buffer).result(TIMEOUT_S)
+            engine.delete(buffer)
         (right,) = engine.execute(doubling, device, [upload(engine, np.float32(2))])
         assert download(engine, right) == 4
 
@@ -312,7 +312,7 @@ class EngineConformance:
         assert every.num_replicas == count
         for start in range(3):
             inputs = [upload(engine, ones(start + i), i) for i in range(count)]
-            results = [engine.execute(every, one, [inputs[one.index]]) for one in engine.devices]
+            results = [engine.execute(every, device, [inputs[device.index]]) for device in engine.devices]
             expected = sum(start + i for i in range(count))
             for total, rows in results:
                 assert download(engine, total).tolist() == [expected] * 4
@@ -343,7 +343,7 @@ class EngineConformance:
                     arguments.append(upload(engine, np.float32(replica), replica))
                 results += engine.execute(programs[replica], device, arguments)
             expected = [start * replica for replica in range(count)]
-            assert [download(engine, one).tolist() for one in results] == [expected] * count
+            assert [download(engine, result).tolist() for result in results] == [expected] * count
 
     def test_replicas_may_run_different_programs(self, open_engine: OpenEngine) -> None:
         engine = open_engine(2)

@@ -222,12 +222,12 @@ def _fold(function: Callable[[Any, Any], Any]) -> Callable[[list[torch.Tensor]],
     return lambda tensors: functools.reduce(function, tensors)
 
 
-def _smaller(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return one.minimum(other)
+def _smaller(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return value.minimum(other)
 
 
-def _larger(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return one.maximum(other)
+def _larger(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return value.maximum(other)
 
 
 _REDUCE: Mapping[ReduceOp, Callable[[list[torch.Tensor]], Any]] = {

@@ -156,8 +156,8 @@ ENGINES_THREADS = "polyxla-read"
 def _still_running(before: set[threading.Thread], timeout_s: float = 5.0) -> list[threading.Thread]:
     deadline = time.monotonic() + timeout_s
     while True:
-        new = [one for one in threading.enumerate() if one not in before and not one.daemon]
-        left = [one for one in new if not one.name.startswith(ENGINES_THREADS)]
+        new = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+        left = [thread for thread in new if not thread.name.startswith(ENGINES_THREADS)]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.01)

@@ -117,7 +117,9 @@ def _run_on_replicas(item: pytest.Function) -> None:
         found = test.reports()
         config = item.config
         reports = {
-            ordinal: [config.hook.pytest_report_from_serializable(config=config, data=one) for one in data]
+            ordinal: [
+                config.hook.pytest_report_from_serializable(config=config, data=report) for report in data
+            ]
             for ordinal, data in found.items()
         }
         _add_coverage(test)
@@ -209,7 +211,9 @@ def _options(mark: pytest.Mark) -> dict[str, Any]:
     counts = [*mark.args, *(options.pop(name) for name in ("count", "devices") if name in options)]
     known = inspect.signature(launch).parameters.keys() - {"train_fn", "args"}
     if len(counts) > 1 or not options.keys() <= known:
-        given = [repr(one) for one in mark.args] + [f"{name}={one!r}" for name, one in mark.kwargs.items()]
+        given = [repr(value) for value in mark.args] + [
+            f"{name}={value!r}" for name, value in mark.kwargs.items()
+        ]
         raise UsageError(
             "the mark has an argument too many" if len(counts) > 1 else "the mark has an unknown argument",
             where=f"@pytest.mark.{MARK}({', '.join(given)})",
@@ -231,12 +235,14 @@ def _judge(
         for title, text in own[-1].sections:
             what = title.removeprefix("Captured ").removesuffix(" call")
             item.add_report_section("call", f"{what} of replica {ordinal}", text)
-    texts = _described([(ordinal, one) for ordinal, own in reports.items() for one in own if one.failed])
+    texts = _described(
+        [(ordinal, report) for ordinal, own in reports.items() for report in own if report.failed]
+    )
     if error and not (texts and isinstance(error, ReplicaFailedError)):
         texts.append(f"{type(error).__name__}: {error}")
     if texts:
         pytest.fail("\n\n".join(texts), pytrace=False)
-    skips = [one for own in reports.values() for one in own if one.skipped]
+    skips = [report for own in reports.values() for report in own if report.skipped]
     if skips and len(skips) == len(reports):
         # File, line and reason.
         place: Any = skips[0].longrepr

@@ -81,7 +81,7 @@ class ReplicaTest:
     def reports(self) -> dict[int, list[dict[str, Any]]]:
         """Return each replica's reports, as pytest serialises them, in the order in which they were made."""
         found: dict[int, list[dict[str, Any]]] = {}
-        for path in sorted(Path(self.folder).glob("*.json"), key=lambda one: one.stat().st_mtime_ns):
+        for path in sorted(Path(self.folder).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
             found.setdefault(int(path.name.partition("-")[0]), []).append(json.loads(path.read_text()))
         return dict(sorted(found.items()))
 

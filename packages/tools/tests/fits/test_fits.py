@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from polyxla import UsageError
-from polyxla_bridge.libtpu.topology import GENERATIONS
+from polyxla.plugin import GENERATIONS
+from polyxla_bridge.libtpu.topology import GENERATIONS as EMULATED
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto
 from polyxla_tools.fits import report
@@ -23,7 +24,7 @@ from polyxla_tools.fits.compile_process import Cost
 from polyxla_tools.fits.compiling import Compilation, fatal_line, memory_peaks
 from polyxla_tools.fits.emulated_run import EmulatedRun, ScriptFailedError
 from polyxla_tools.fits.report import Checked, Result
-from polyxla_tools.fits.target import PEAKS, TORCH_TPU, TORCH_XLA, Framework, Target, installed_framework
+from polyxla_tools.fits.target import TORCH_TPU, TORCH_XLA, Framework, Target, installed_framework
 
 COST = Cost(1 << 30, 3 << 30, 1 << 30, 2 << 30, 1 << 20, flops=197e12, accessed_bytes=400e9)
 V5E = Target.parse("v5e-8", TORCH_XLA)
@@ -99,7 +100,7 @@ def test_a_type_that_the_framework_does_not_know_is_refused(framework: Framework
 
 
 def test_each_type_is_one_of_a_framework() -> None:
-    assert {*TORCH_XLA.generations, *TORCH_TPU.generations} == set(GENERATIONS) == set(PEAKS)
+    assert {*TORCH_XLA.generations, *TORCH_TPU.generations} == set(GENERATIONS) == set(EMULATED)
 
 
 def _show(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:

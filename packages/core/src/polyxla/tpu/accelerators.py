@@ -62,6 +62,8 @@ class Generation:
         devices_per_chip: devices that a program sees on a chip, hence threads per process.
         counts_cores: whether the number after the dash counts cores; else it counts chips.
         largest: the largest number after the dash.
+        peak_flops: bfloat16 operations per second of a whole chip.
+        hbm_bandwidth: bytes per second between a chip and its HBM.
         counts_y_first: whether the chips of a host are numbered along y first; otherwise along x. None if
             that is not known.
         bounds_count_devices: whether the bounds of processes have a fourth number, the devices of a chip.
@@ -80,25 +82,56 @@ class Generation:
     devices_per_chip: int
     counts_cores: bool
     largest: int
+    peak_flops: float
+    hbm_bandwidth: float
     counts_y_first: bool | None
     bounds_count_devices: bool = False
 
+    @property
+    def device_flops(self) -> float:
+        """Operations per second of one device, hence of one replica: the devices of a chip share its peak."""
+        return self.peak_flops / self.devices_per_chip
+
 
 GENERATIONS = {
-    "v2": Generation("v2", "v2", 2, 2, True, 512, counts_y_first=True),
-    "v3": Generation("v3", "v3", 2, 2, True, 2048, counts_y_first=True),
-    "v4": Generation("v4", "v4", 2, 1, True, 8192, counts_y_first=True),
-    "v5e": Generation("v5e", "v5litepod", 1, 1, False, 256, counts_y_first=False),
-    "v5p": Generation("v5p", "v5p", 2, 1, True, 12288, counts_y_first=True),
-    "v6e": Generation("v6e", "v6e", 1, 1, False, 256, counts_y_first=None),
-    "v7x": Generation("v7x", "tpu7x", 2, 2, True, 18432, counts_y_first=True, bounds_count_devices=True),
+    "v2": Generation("v2", "v2", 2, 2, True, 512, 45e12, 600e9, counts_y_first=True),
+    "v3": Generation("v3", "v3", 2, 2, True, 2048, 123e12, 900e9, counts_y_first=True),
+    "v4": Generation("v4", "v4", 2, 1, True, 8192, 275e12, 1200e9, counts_y_first=True),
+    "v5e": Generation("v5e", "v5litepod", 1, 1, False, 256, 197e12, 800e9, counts_y_first=False),
+    "v5p": Generation("v5p", "v5p", 2, 1, True, 12288, 459e12, 2765e9, counts_y_first=True),
+    "v6e": Generation("v6e", "v6e", 1, 1, False, 256, 918e12, 1600e9, counts_y_first=None),
+    "v7x": Generation(
+        "v7x", "tpu7x", 2, 2, True, 18432, 2307e12, 7380e9, counts_y_first=True, bounds_count_devices=True
+    ),
 }
 """Every generation, by its short name.
 
 Source: Cloud TPU documentation. A v4 pod has 4096 chips; the largest v5p slice has 6144, the largest of tpu7x
 9216. The number of tpu7x counts cores, two a chip, in xpk (``get_tpu_system_characteristics_map``) and in
-GKE's device plugin, where 4x4x4 chips are a tpu7x-128; metadata servers spell the type v7x-128.
+GKE's device plugin, where 4x4x4 chips are a tpu7x-128; metadata servers spell the type v7x-128. For the peaks,
+"peak compute per chip" and "HBM bandwidth" in the pages "TPU v2" to "TPU7x"; of two numbers for a generation the
+lower one: the page "TPU v2" says 46e12 in one place, and 45e12 in the table of the system architecture.
 """
+_KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5litepod": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "v7x",
+    "TPU v7": "v7x",
+}
+"""Kinds of devices whose name is not "TPU" and the short name of their generation.
+
+Source: ``device_kind`` of libtpu's devices, as JAX's ``jax/experimental/mosaic`` tests them; the last is
+``torch_tpu._internal.utils.hardware``'s name.
+"""
+
+
+def generation_of(kind: str | None) -> Generation | None:
+    """Return the generation of a kind of device, such as ``TPU v4`` or ``TPU v5 lite``; None if unknown."""
+    text = kind or ""
+    return GENERATIONS.get(_KINDS.get(text) or text.removeprefix("TPU ")) if text.startswith("TPU") else None
+
 
 _BY_PREFIX = {g.prefix: g for g in GENERATIONS.values()} | GENERATIONS
 

@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from polyxla import UsageError
-from polyxla.plugin import FOR_TORCH_TPU, FOR_TORCH_XLA, AcceleratorType, LibtpuReleases, pip_install
-from polyxla_bridge.libtpu.topology import GENERATIONS
+from polyxla.plugin import (
+    FOR_TORCH_TPU,
+    FOR_TORCH_XLA,
+    GENERATIONS,
+    AcceleratorType,
+    LibtpuReleases,
+    pip_install,
+)
+from polyxla_bridge.libtpu.topology import GENERATIONS as EMULATED
 from polyxla_bridge.plugin_client.plugin import Option
 from polyxla_tools.fits.compile_process import Cost
 
@@ -91,36 +98,6 @@ def installed_framework() -> Framework:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The peak of a chip.
-
-    Attributes:
-        flops: bfloat16 operations per second.
-        bandwidth: bytes per second between the chip and its HBM.
-    """
-
-    flops: float
-    bandwidth: float
-
-
-PEAKS = {
-    "v2": Peak(45e12, 600e9),
-    "v3": Peak(123e12, 900e9),
-    "v4": Peak(275e12, 1200e9),
-    "v5e": Peak(197e12, 800e9),
-    "v5p": Peak(459e12, 2765e9),
-    "v6e": Peak(918e12, 1600e9),
-    "v7x": Peak(2307e12, 7380e9),
-}
-"""By short name of the generation.
-
-Source: "peak compute per chip" and "HBM bandwidth" in the pages "TPU v2" to "TPU7x" of the Cloud TPU
-documentation; of two numbers for a generation the lower one. polyxla-training, which knows no runtime, has
-the same operations per second; a test compares them.
-"""
-
-
-@dataclass(frozen=True)
 class Target:
     """The TPU to compile for.
 
@@ -166,7 +143,7 @@ class Target:
     @property
     def memory_bytes(self) -> int:
         """HBM of a device: of a chip, and on v2, v3 and tpu7x of one of its two cores."""
-        return GENERATIONS[self.accelerator.generation].memory_gib << 30
+        return EMULATED[self.accelerator.generation].memory_gib << 30
 
     def estimate_s(self, cost: Cost) -> float | None:
         """Return the shortest time that a program can take on a device, in seconds; None if it is not known.
@@ -176,7 +153,7 @@ class Target:
         """
         if cost.flops is None or cost.accessed_bytes is None:
             return None
-        peak = PEAKS[self.accelerator.generation]
+        chip = GENERATIONS[self.accelerator.generation]
         # Where a device is one of a chip's cores, it has half of the chip's peak.
         share = self.accelerator.threads_per_process
-        return max(cost.flops * share / peak.flops, cost.accessed_bytes * share / peak.bandwidth)
+        return max(cost.flops * share / chip.peak_flops, cost.accessed_bytes * share / chip.hbm_bandwidth)

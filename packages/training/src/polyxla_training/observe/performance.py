@@ -7,57 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-TERA = 1e12
-
-
-@dataclass(frozen=True)
-class ChipPeak:
-    """The peak of one generation.
-
-    Attributes:
-        peak_flops: bfloat16 operations per second of a whole chip.
-        devices: number of devices as which a program sees one chip; they share its peak.
-    """
-
-    peak_flops: float
-    devices: int
-
-    @property
-    def device_flops(self) -> float:
-        """Operations per second of one device, and so of one replica."""
-        return self.peak_flops / self.devices
-
-
-CHIP_PEAKS = {
-    "TPU v2": ChipPeak(45 * TERA, 2),
-    "TPU v3": ChipPeak(123 * TERA, 2),
-    "TPU v4": ChipPeak(275 * TERA, 1),
-    "TPU v5e": ChipPeak(197 * TERA, 1),
-    "TPU v5p": ChipPeak(459 * TERA, 1),
-    "TPU v6e": ChipPeak(918 * TERA, 1),
-    "TPU v7x": ChipPeak(2307 * TERA, 2),
-}
-"""Every generation by its name.
-
-Source: "peak compute per chip" in the pages "TPU v2" to "TPU7x" of the Cloud TPU documentation. The page
-"TPU v2" says 46 in one place, and 45 in the table of the system architecture; this is the lower one.
-"""
-_SPELLINGS = {
-    "TPU v5 lite": "TPU v5e",
-    "TPU v5litepod": "TPU v5e",
-    "TPU v5": "TPU v5p",
-    "TPU v6 lite": "TPU v6e",
-    "TPU7x": "TPU v7x",
-    "TPU v7": "TPU v7x",
-}
-"""Source: ``device_kind`` of libtpu's devices, as JAX's ``jax/experimental/mosaic`` tests them; the last is
-``torch_tpu._internal.utils.hardware``'s name."""
-
-
-def chip_peak(kind: str | None) -> ChipPeak | None:
-    """Return the peak of a kind of chip, such as ``TPU v4`` or ``TPU v5 lite``; None if it is unknown."""
-    # libtpu, JAX and TorchTPU spell the same chip in different ways.
-    return CHIP_PEAKS.get(_SPELLINGS.get(kind or "", kind or ""))
+from polyxla.plugin import generation_of
 
 
 def utilization(flops: float, step_s: float, kind: str | None) -> float | None:
@@ -68,12 +18,12 @@ def utilization(flops: float, step_s: float, kind: str | None) -> float | None:
         step_s: duration of the step, in seconds.
         kind: the kind of chip, as in `polyxla.plugin.Counters.chip`.
     """
-    peak = chip_peak(kind)
-    if peak is None or flops <= 0 or step_s <= 0:
+    generation = generation_of(kind)
+    if generation is None or flops <= 0 or step_s <= 0:
         return None
     # Of a device, not of a chip: on chips that show themselves as two devices, a replica has half of the
     # peak.
-    return flops / step_s / peak.device_flops
+    return flops / step_s / generation.device_flops
 
 
 @dataclass(frozen=True)
