@@ -231,7 +231,7 @@ def test_a_program_prepared_for_a_chip_finds_that_one(v4_host: Path, metadata_ho
     environ |= replica_environment(environ, found, (device,))
     assert environ[tpu_env.TPU_VISIBLE_CHIPS] == str(device)
     again = discover(environ, "auto", v4_host)
-    assert [device.index for device in again.devices] == [device], again.unavailable
+    assert [found.index for found in again.devices] == [device], again.unavailable
     assert replica_environment(environ, again, (device,)) == {}
 
 

@@ -198,9 +198,8 @@ def test_a_launch_can_emulate_one_host_of_a_tpu() -> None:
     environs = plan.process_environments({}, cpu_count=2)
     assert [own[tpu_env.CLOUD_TPU_TASK_ID] for own in environs] == ["4", "5", "6", "7"]
     (addresses,) = {own[tpu_env.TPU_PROCESS_ADDRESSES] for own in environs}
-    assert [address.partition(":")[0] for address in addresses.split(",")] == ["127.1.1.1"] * 4 + [
-        "127.1.1.2"
-    ] * 4
+    hosts = [address.partition(":")[0] for address in addresses.split(",")]
+    assert hosts == ["127.1.1.1"] * 4 + ["127.1.1.2"] * 4
 
 
 def test_launches_of_one_program_share_the_chips_of_its_host() -> None:

@@ -211,9 +211,7 @@ def _options(mark: pytest.Mark) -> dict[str, Any]:
     counts = [*mark.args, *(options.pop(name) for name in ("count", "devices") if name in options)]
     known = inspect.signature(launch).parameters.keys() - {"train_fn", "args"}
     if len(counts) > 1 or not options.keys() <= known:
-        given = [repr(value) for value in mark.args] + [
-            f"{name}={value!r}" for name, value in mark.kwargs.items()
-        ]
+        given = [*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())]
         raise UsageError(
             "the mark has an argument too many" if len(counts) > 1 else "the mark has an unknown argument",
             where=f"@pytest.mark.{MARK}({', '.join(given)})",

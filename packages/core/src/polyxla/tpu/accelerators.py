@@ -108,9 +108,9 @@ GENERATIONS = {
 
 Source: Cloud TPU documentation. A v4 pod has 4096 chips; the largest v5p slice has 6144, the largest of tpu7x
 9216. The number of tpu7x counts cores, two a chip, in xpk (``get_tpu_system_characteristics_map``) and in
-GKE's device plugin, where 4x4x4 chips are a tpu7x-128; metadata servers spell the type v7x-128. For the peaks,
-"peak compute per chip" and "HBM bandwidth" in the pages "TPU v2" to "TPU7x"; of two numbers for a generation the
-lower one: the page "TPU v2" says 46e12 in one place, and 45e12 in the table of the system architecture.
+GKE's device plugin, where 4x4x4 chips are a tpu7x-128; metadata servers spell the type v7x-128. For the
+peaks, "peak compute per chip" and "HBM bandwidth" in the pages "TPU v2" to "TPU7x"; of two numbers for a
+generation the lower one: the page "TPU v2" says 46e12 in one place, and 45e12 in another.
 """
 _KINDS = {
     "TPU v5 lite": "v5e",
