@@ -31,7 +31,7 @@ UNSENT_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 1 << 16
 """A longer line is sent in parts of this size."""
 DRAIN_S = 2.0
-"""Longest wait for the last output to be read, and again for it to be sent, in seconds."""
+"""Longest wait for the last output to be read, and longest standstill while it is sent, in seconds."""
 NOT_STARTED = 127
 """Exit code for a command that cannot be started, as a shell reports it."""
 _READ_BYTES = 1 << 16
@@ -120,15 +120,20 @@ class HostSession:
             self._stop()
 
     def _send_rest(self) -> None:
-        deadline = time.monotonic() + DRAIN_S
-        while self._unsent and time.monotonic() < deadline:
+        left, moved = len(self._unsent), time.monotonic()
+        while self._unsent and time.monotonic() - moved < DRAIN_S:
             self._flush()
+            # A slow launcher must still receive the exit code, which stands behind the output.
+            if len(self._unsent) < left:
+                left, moved = len(self._unsent), time.monotonic()
             time.sleep(0.01)
 
     def _apply_backpressure(self) -> None:
         """Read output only while the connection takes it."""
-        # While the command is being ended, its output is read anyway, so that it cannot block its end.
-        is_full = len(self._unsent) > UNSENT_BYTES and self._kill_at_s is None
+        # While the command is being ended, its output is read anyway, so that it cannot block its end. Once it
+        # has exited, only what it left behind prints, which could fill the memory before it is killed.
+        is_being_ended = self._kill_at_s is not None and not self._has_exited
+        is_full = len(self._unsent) > UNSENT_BYTES and not is_being_ended
         for stream, fd in self._streams.items():
             self._set_watched(
                 fd, selectors.EVENT_READ, partial(self._read_output, stream), wanted=not is_full
