@@ -130,8 +130,8 @@ class HostSession:
 
     def _apply_backpressure(self) -> None:
         """Read output only while the connection takes it."""
-        # While the command is being ended, its output is read anyway, so that it cannot block its end. Once it
-        # has exited, only what it left behind prints, which could fill the memory before it is killed.
+        # While the command is being ended, its output is read anyway, so that it cannot block its end. Once
+        # it has exited, only what it left behind prints, which could fill the memory before it is killed.
         is_being_ended = self._kill_at_s is not None and not self._has_exited
         is_full = len(self._unsent) > UNSENT_BYTES and not is_being_ended
         for stream, fd in self._streams.items():

@@ -1,5 +1,0 @@
-"""The name under which environments that were made before the move to `framework` have the entry point."""
-
-from polyxla_torchtpu.framework import load
-
-__all__ = ["load"]
