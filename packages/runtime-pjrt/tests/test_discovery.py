@@ -14,7 +14,7 @@ from polyxla import UsageError
 from polyxla.plugin import Claim, Discovery, Layout, tpu_env
 from polyxla_pjrt import env
 from polyxla_pjrt.discovery import discover, requested
-from polyxla_pjrt.plan import plan_for, replica_environment
+from polyxla_pjrt.plan import TpuPlan, plan_for, replica_environment
 
 V4, V3 = "0x005e", "0x0027"
 DESCRIBED = {tpu_env.TPU_SKIP_MDS_QUERY: "1", tpu_env.TPU_LIBRARY_PATH: "libtpu.so"}
@@ -278,7 +278,7 @@ def test_several_tpu_cores_get_a_process_for_each_chip(
     described: dict[str, str], devices: tuple[int, ...], layout: Layout, first: int, bounds: str, chips: str
 ) -> None:
     plan = plan_for(DESCRIBED | described, "TPU", devices)
-    assert plan is not None
+    assert isinstance(plan, TpuPlan)
     assert (plan.layout, plan.first_process, plan.is_bridged) == (layout, first, False)
     environs = plan.process_environments({"KEPT": "1"}, cpu_count=2)
     assert [own[tpu_env.TPU_VISIBLE_CHIPS] for own in environs] == list(chips)
