@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -775,3 +776,31 @@ class TestTheRealCommand:
         assert "Traceback" not in done.stderr
         assert done.returncode == 0, done.stderr
         assert ("error: gone" in done.stdout) == (command == "env")
+
+
+class TestUnknownCommands:
+    """Names of other tools' commands, and of commands whose package is not installed."""
+
+    @pytest.mark.parametrize(("name", "meant"), [("launch", "run"), ("test", "doctor"), ("config", "env")])
+    def test_a_command_of_another_tool_names_the_command_that_is_meant(self, name: str, meant: str) -> None:
+        done = _invoke(name, "x.py", "--steps", "3")
+        assert done.exit_code == 2
+        assert done.stderr == f"polyxla: error: there is no command {name}. Did you mean polyxla {meant}?\n"
+
+    @pytest.mark.parametrize(
+        ("name", "package"),
+        [("doctor", "tools"), ("pod", "pod"), ("worker", "runtime-xrt"), ("check-replicas", "training")],
+    )
+    def test_a_command_of_a_package_that_is_not_installed_names_it(self, name: str, package: str) -> None:
+        done = _invoke(name, "train.py", "--on", "v5e-8")
+        assert done.exit_code == 2
+        assert f"there is no command {name}. Install the package that brings it: pip" in done.stderr
+        assert f"./packages/{package}" in done.stderr
+
+    def test_they_are_not_listed(self) -> None:
+        listed = _invoke("--help").stdout
+        assert re.search(r"^  run ", listed, re.MULTILINE)
+        assert not re.search(r"^  (launch|test|config|doctor) ", listed, re.MULTILINE)
+
+    def test_any_other_name_is_clicks_error(self) -> None:
+        assert "No such command 'nothing'" in _invoke("nothing").stderr

@@ -12,12 +12,9 @@ import textwrap
 from collections.abc import Callable
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from polyxla_testing import PluginInstaller
 from polyxla_testing.processes import wait_for_end_of, wait_until
-from polyxla_tools.plugin import PACKAGES, add_mistaken
 
 Doctor = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -109,35 +106,3 @@ def test_sigterm_ends_the_trial(environ: dict[str, str], install_plugin: PluginI
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
     wait_for_end_of([trial])
-
-
-@pytest.mark.parametrize(("name", "meant"), [("launch", "run"), ("test", "doctor"), ("config", "env")])
-def test_a_command_of_another_tool_names_the_one_that_is_meant(
-    environ: dict[str, str], name: str, meant: str
-) -> None:
-    command = [sys.executable, "-m", "polyxla", name, "x.py", "--steps", "3"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert done.stderr == f"polyxla: error: there is no command {name}. Did you mean polyxla {meant}?\n"
-
-
-@pytest.mark.parametrize(("command", "package"), [("pod", "pod"), ("check-replicas", "training")])
-def test_a_command_of_a_package_that_is_not_installed_names_it(
-    monkeypatch: pytest.MonkeyPatch, command: str, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, PACKAGES[command][0], None)
-    app = typer.Typer()
-    add_mistaken(app)
-    done = CliRunner().invoke(app, [command, "train.py", "--on", "v5e-8"])
-    assert done.exit_code == 2
-    assert f"there is no command {command}. Install the package that brings it" in done.output
-    assert f"pip install ./packages/{package}" in done.output
-
-
-def test_mistaken_commands_are_not_listed(environ: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "polyxla", "--help"]
-    listed = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    assert re.search(r"^  doctor ", listed, re.MULTILINE)
-    assert not re.search(r"^  (launch|test|config) ", listed, re.MULTILINE)

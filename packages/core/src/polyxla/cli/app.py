@@ -15,7 +15,7 @@ from polyxla import env
 from polyxla.cli.output import JsonFlag, RuntimeOption, described, plain_errors, print_json, print_table
 from polyxla.console import say
 from polyxla.env import Setting
-from polyxla.errors import PolyxlaError, UsageError
+from polyxla.errors import PolyxlaError, UsageError, pip_install
 from polyxla.launcher.launch import announce
 
 DevicesOption = Annotated[
@@ -54,8 +54,38 @@ EXAMPLES = """Examples:
   polyxla run --dry-run -m package.train           what would be chosen
 """
 
+MEANT = {"launch": "run", "test": "doctor", "config": "env"}
+"""The command that is meant, by the name that is tried. Source: the commands of Accelerate 1.15."""
+PACKAGES = {
+    **dict.fromkeys(("doctor", "fits", "warm"), "polyxla-tools"),
+    **dict.fromkeys(("report", "consolidate", "check-replicas"), "polyxla-training"),
+    "pod": "polyxla-pod",
+    "worker": "polyxla-runtime-xrt",
+}
+"""The distribution of this project that brings a command."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; the error about an unknown name says what is meant, or which package brings it."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments name."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and name in (*MEANT, *PACKAGES):
+            with plain_errors(as_json=False):
+                raise UsageError(f"there is no command {name}", fix=_instead(name))
+        return super().resolve_command(ctx, args)
+
+
+def _instead(name: str) -> str:
+    if name in MEANT:
+        return f"Did you mean polyxla {MEANT[name]}?"
+    return f"Install the package that brings it: {pip_install(PACKAGES[name])}"
+
+
 app = typer.Typer(
     name="polyxla",
+    cls=_Commands,
     help="PyTorch training on TPUs with a runtime that is chosen when the script starts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
