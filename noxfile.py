@@ -173,7 +173,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types strictly, one directory of tests at a time: two may have files of the same name."""
-    install(session, WITH_TORCH_XLA, group("types"), with_extras=["training"], editable=True)
+    install(session, WITH_TORCH_XLA, group("types"), with_extras=["pod", "training"], editable=True)
     # Runtime torchtpu cannot be installed beside torch_xla: mypy reads its sources.
     sources = {"MYPYPATH": "packages/runtime-torchtpu/src"}
     for package in PROJECTS:
