@@ -137,7 +137,7 @@ def convert_tensors(module: torch.nn.Module, dtype: torch.dtype, kept: Iterable[
         ValueError: a kept module shares a parameter with one that is not kept.
     """
     kept = set(kept)
-    # In float32 both dtypes are the same, so a shared parameter is no conflict.
+    # In float32 both dtypes are the same, so a shared parameter does not conflict.
     if dtype != torch.float32:
         _refuse_sharing(module, kept)
     float32 = [tensor for part in kept for tensor in own_tensors(part)]

@@ -160,7 +160,7 @@ def run_replicas(replica: Callable[[PjrtPlace], Any], plan: PjrtPlan, process: i
         from polyxla_bridge.engine import stall_watchdog
 
         report_stalls(stall_watchdog, lambda position: stall_watchdog.retire(position.ordinal))
-    # Before torch_xla starts: a host that fails meanwhile must end this process too.
+    # Before torch_xla starts: if a host fails during the start, this process must end too.
     watch_replicas(snapshot(), TorchXlaProbe)
     prepare_process(shares_gil=plan.layout.threads > 1)
     # This opens the devices, where libtpu may find them held by another process.

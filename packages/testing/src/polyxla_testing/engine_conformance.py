@@ -214,7 +214,7 @@ class EngineConformance:
         result, _ = engine.execute(donating, engine.devices[0], [bad, bad], keep=frozenset({0}))
         with pytest.raises(Exception, match=r"(?i)buffer|argument|size|shape"):
             engine.to_host(result).result(TIMEOUT_S)
-        # Another program that needs the result fails likewise, and the device still works.
+        # Another program that needs the result fails too, and the device still works.
         (next_,) = engine.execute(compiled(engine, DOUBLING), engine.devices[0], [result])
         with pytest.raises(Exception, match=r"(?i)buffer|argument|size|shape"):
             engine.to_host(next_).result(TIMEOUT_S)

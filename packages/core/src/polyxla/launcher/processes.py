@@ -1,7 +1,7 @@
 """Replicas as processes: started with an environment of their own, monitored, and always ended.
 
 The launching process has one pipe to each child (`polyxla.launcher.child`): the child sends hello, receives
-the work, and answers once. Meanwhile it reports which replicas have started and returned, and may report that
+the work, and answers once. Until then it reports which replicas have started and returned, and may say that
 they stall; the launching process then asks all others for their position and ends them
 (`polyxla.launcher.failures`). The end of a child without an answer is noticed at once, because its end of the
 pipe closes; or within `LIVENESS_CHECK_S`, where a process that the child forked, such as a data loader's

@@ -178,7 +178,7 @@ class _Reported:
         try:
             yield from self._loader
         except GeneratorExit:
-            # The loop was left early, which is no error of the dataset.
+            # The user left the loop early, which is not an error of the dataset.
             raise
         except BaseException as error:
             # Stored before the iteration ends, because the loop then looks for it.

@@ -64,7 +64,7 @@ class _Recorder(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001
         return self.encodekey(name) in self._data  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[str]:
-        # Copies such as `dict(os.environ)` read each name right after it is listed: that is no decision.
+        # Copies such as `dict(os.environ)` read each name right after it is listed, which decides nothing.
         for name in super().__iter__():
             self._listed = name
             yield name

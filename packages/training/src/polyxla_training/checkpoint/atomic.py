@@ -227,7 +227,7 @@ def delete(directory: Location) -> None:
     Raises:
         OSError: it cannot be deleted.
     """
-    # The manifest goes first: without it, what is left is no checkpoint, whatever happens now.
+    # The manifest goes first: what is left without it cannot be taken for a checkpoint, whatever happens now.
     if isinstance(directory, RemotePath):
         (directory / STATE).unlink(missing_ok=True)
         for file in list(files_in(directory, SHARD)):

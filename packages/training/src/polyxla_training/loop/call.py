@@ -93,7 +93,7 @@ def merge_predictions(outcomes: Iterable[TrainerOutcome]) -> list[Any]:
     """Return all predictions in order; the batches were divided round-robin."""
     # Replicas that divide a module among them compute the same predictions.
     parts = {outcome.data_ordinal: outcome.predictions for outcome in outcomes}
-    # Replicas may differ by one batch, when the number of batches is no multiple of theirs.
+    # Replicas may differ by one batch, when their number does not divide that of the batches.
     rounds = zip_longest(*(parts[ordinal] for ordinal in sorted(parts)), fillvalue=_NONE)
     return [batch for batches in rounds for batch in batches if batch is not _NONE]
 
