@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 FINISH_TIMEOUT_S = 60.0
 """Longest wait for the devices to finish when the program ends, in seconds."""
 FAILED_TIMEOUT_S = 5.0
-"""The same when an exception has ended the program: what is queued may wait for processes that wait for this
-one."""
+"""Longest wait for the devices after an exception, in seconds. It is short, because the queued programs may
+wait for processes that wait for this one."""
 RETURN_TIMEOUT_S = 12.0
-"""Longest wait of a process that has succeeded for the others to return, in seconds. The stall watchdogs of
-those that wait for it need half of it to say so."""
+"""Longest wait of a process that has succeeded for the others to return, in seconds. A stall watchdog needs
+half of it to report that its replica waits for this process."""
 OTHERS_TIMEOUT_S = 300.0
 """Longest wait of a process that serves the others for them to end first, in seconds."""
 FAILED = 1
@@ -78,11 +78,14 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
         make_engine: called when the framework creates its client.
         opener: makes the framework's part; called once.
     """
+    # The lock serves as a flag: it is never released, so exactly one call gets past it.
     if not _active.acquire(blocking=False):
         return
     framework = opener()
 
     def make() -> Engine:
+        # The framework prepares here, not in `activate`: until its client exists, the process may be forked,
+        # and the fork makes a client of its own.
         framework.before_client()
         engine = make_engine()
         framework.after_client(engine)
@@ -93,7 +96,8 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     table = Table(bridge)
     native.LOCKED.polyxla_set_api(ctypes.addressof(table.api))
     atexit.register(_leave, framework, bridge, table)
-    # Called before the exit functions, which are called when the program's own threads have ended.
+    # Python calls this before it waits for the program's threads, and calls the exit functions after that. So
+    # the main thread has registered all of its own when `_before_exit` registers another.
     threading._register_atexit(_before_exit, bridge, table)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
@@ -108,12 +112,12 @@ def has_client() -> bool:
 
 
 def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:
-    # First, because a framework may wait for the devices with the GIL held, and executions need the GIL:
-    # that would be a deadlock.
+    # The devices finish first: a framework's release may wait for them with the GIL held, and executions need
+    # the GIL.
     try:
         is_finished = bridge.finish(FINISH_TIMEOUT_S)
     except RuntimeError:
-        # Like torch_xla: an exception in an exit function does not change the exit code.
+        # An exception in an exit function would not change the exit code, so the process ends here.
         _log.exception("a step that was still running when the program ended has failed")
         _end(FAILED)
     if not is_finished:
@@ -122,32 +126,36 @@ def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:
         _end(UNFINISHED)
     framework.release()
     try:
+        # Stay before closing: a closed connection would fail the collective of a replica that waits for this
+        # process, before its watchdog can report the reason.
         bridge.stay(RETURN_TIMEOUT_S)
         bridge.close(others_s=OTHERS_TIMEOUT_S if _serves_others() else 0)
     except Exception as error:
         sys.stderr.write(f"polyxla: {as_pjrt_error(error).message}\n")
-        # Without finalising Python, because the engine's threads may still run C++ code.
+        # The process ends without finalising Python, because the engine's threads may still run C++ code.
         _end(UNFINISHED)
     table.silence()
-    # Otherwise the interpreter's last garbage collections would destroy, in any order, C++ objects of
-    # clients that no longer exist.
+    # The interpreter's last garbage collections would otherwise destroy, in any order, C++ objects whose
+    # clients no longer exist.
     if framework.has_late_objects:
         gc.freeze()
 
 
 def _before_exit(bridge: Bridge, table: Table) -> None:
     if _has_ended_by_exception():
-        # Registered last, so called first.
+        # The function that is registered last is called first: it must come before `_leave`, which would wait
+        # for the devices and release the framework.
         atexit.register(_leave_at_once, bridge, table)
 
 
 def _has_ended_by_exception() -> bool:
     """Return whether an uncaught exception has ended the program.
 
-    ``sys.last_traceback`` may also be of a test that failed, or of an input in an interactive session.
+    ``sys.last_traceback`` may also belong to a failed test or to an input of an interactive session.
     """
     traceback = getattr(sys, "last_traceback", None)
-    # Only the frame in which Python has started has none before it.
+    # Only the frame in which Python started has no caller. An input of an interactive session runs in such a
+    # frame, too, but only there `sys.ps1` exists.
     return traceback is not None and traceback.tb_frame.f_back is None and not hasattr(sys, "ps1")
 
 
@@ -156,6 +164,7 @@ def _serves_others() -> bool:
 
     Under torchrun, the store is in torchrun's own process.
     """
+    # Check sys.modules: a program that has not imported torch.distributed has no store.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False
@@ -169,17 +178,19 @@ def _leave_at_once(bridge: Bridge, table: Table) -> None:
     processes, which may wait for this one. When Python is finalised, a C++ thread that calls it is ended, and
     the process with it (signal 6).
     """
+    # `_leave` would wait for the devices, and this function would call itself.
     for function in (_leave_at_once, _leave):
         atexit.unregister(function)
     atexit._run_exitfuncs()  # noqa: SLF001
-    # What the framework's threads still run fails when the engine is closed.
+    # Once the engine is closed, the calls of the framework's threads fail. They then wait for the end of the
+    # process, so that the program's own exception stays the last that the user reads.
     table.holds_failures = True
     try:
-        # Tells the job's other processes that this one has returned.
+        # Closing tells the job's other processes that this one has returned.
         bridge.close(FAILED_TIMEOUT_S)
     finally:
         if isinstance(sys.last_value, KeyboardInterrupt):
-            # Python ends itself in the same way: a shell sees the signal in the exit status.
+            # Python itself ends in this way after Ctrl-C, so that a shell sees the signal in the exit status.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         _end(FAILED)

@@ -184,9 +184,9 @@ class BridgeSettings:
     `places` has the coordinates of this process's replicas, by which they are numbered. Without them,
     replicas count through the processes. `cores` is the number of TensorCores that a device is made of, and
     `memory_bytes` its memory; 0 is a share of the machine's. If it is limited, more is refused. Programs are
-    recorded in the directory `programs_path`; if that is empty, nowhere. `plugin` is the library of a PJRT
-    plugin, or ``libtpu``, and `plugin_options` are its client's options; if it is empty, jaxlib computes. The
-    processes of a job have the same `secret`.
+    recorded in the directory `programs_path`, or not recorded if it is empty. `plugin` is the library of a
+    PJRT plugin, or ``libtpu``; if it is empty, jaxlib computes. `plugin_options` are its client's options.
+    The processes of a job have the same `secret`.
     """
 
     replicas: int = 1
@@ -208,6 +208,8 @@ class BridgeSettings:
     is_memory_limited: bool = False
     programs_path: str = ""
     plugin: str = ""
+    # Without the job's secret, a process makes a random one, which must not make equal settings differ. No
+    # secret may appear in messages or logs.
     secret: str = field(default_factory=lambda: secrets.token_hex(32), compare=False, repr=False)
     plugin_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -229,7 +231,7 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         ValueError: a value is invalid, or the values contradict each other.
     """
     if operations := environ.get(XLA_EXPERIMENTAL):
-        # torch_xla would wait for such shapes with the GIL held, and executions need the GIL.
+        # torch_xla would wait for such shapes with the GIL held, and hang: executions need the GIL.
         raise ValueError(
             f"{XLA_EXPERIMENTAL}={operations}: jaxlib's CPU client compiles no programs with dynamic shapes; "
             f"unset {XLA_EXPERIMENTAL}, or run on a TPU"
@@ -247,6 +249,7 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         nproc=environ.get(NPROC, ""),
         cache_path=cache_path,
         cache_origin=cache_origin,
+        # torch_xla's variable is about the directory that the program has chosen, not about the user's.
         cache_is_readonly=cache_origin is CacheOrigin.PROGRAM
         and environ.get(XLA_PERSISTENT_CACHE_READ_ONLY, "").lower() not in ("", "0", "false"),
         memory_bytes=memory_bytes,
@@ -319,6 +322,7 @@ def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:
         return text.lower() in _ON, 0
     match = re.fullmatch(r"(\d+)(|B|KiB|MiB|GiB)", text)
     size = int(match[1]) << _UNITS[match[2]] if match else 0
+    # A limit of 0 bytes is refused too: in the settings, 0 stands for what the device has.
     if not size:
         raise ValueError(
             f"{POLYXLA_DEVICE_MEMORY}={text!r} is not a valid memory size; write bytes as an integer, "
@@ -348,6 +352,7 @@ def plugin_options(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _is_option(value: Any) -> bool:
     if isinstance(value, list):
+        # `isinstance` would accept booleans.
         return all(type(number) is int for number in value)
     return isinstance(value, str | int | float)
 
@@ -365,7 +370,7 @@ def stall_timeout_s(environ: Mapping[str, str]) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    # Written as "not above", because "nan" is neither above 0 nor below it.
+    # The condition is "not above 0", because "nan" is neither above 0 nor below it.
     if not seconds > 0:
         raise ValueError(
             f"{POLYXLA_STALL_TIMEOUT_S}={text!r} is not a number of seconds above 0; "
@@ -396,6 +401,7 @@ def is_spmd(environ: Mapping[str, str]) -> bool:
 @contextmanager
 def as_under_spmd() -> Iterator[None]:
     """Let torch_xla's C++ code, which reads the environment, act as after ``use_spmd()``."""
+    # Python also sets the variable in C's environment.
     os.environ[XLA_USE_SPMD] = "1"
     try:
         yield

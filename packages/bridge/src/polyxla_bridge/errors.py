@@ -23,8 +23,8 @@ class PjrtError(Exception):
 
 
 first_failures: list[str] = []
-"""Why the first program of this process failed; empty if none has. TorchTPU does not always say it: of a
-program that needs the results, it says that an argument "is in a failed state".
+"""Why the first program of this process failed; empty if none has. TorchTPU does not always report it: for a
+program that needs the results, it only reports that an argument "is in a failed state".
 """
 
 
@@ -39,7 +39,8 @@ def as_pjrt_error(error: BaseException) -> PjrtError:
     if isinstance(error, PjrtError):
         return error
     text = str(error)
-    # XLA's errors begin with their status: "RESOURCE_EXHAUSTED: Out of memory ...".
+    # jaxlib raises one type of exception for every status, which begins the text:
+    # "RESOURCE_EXHAUSTED: Out of memory ...".
     name = text.partition(":")[0]
     code = getattr(Code, name, None) if name.isupper() else None
     if code is not None:

@@ -47,8 +47,10 @@ def make_engine(settings: BridgeSettings, on_lookup: Callable[[bool], None] | No
         )
     engine = PjrtEngine(settings, library, client_options(settings), on_lookup)
     wanted, found = settings.replicas, len(engine.devices)
-    # A program without replicas may use several devices, but each emulated chip is one.
+    # A job of one replica may use all devices of the plugin. Several replicas need a device each, and so do
+    # emulated chips.
     if wanted != found and (wanted > 1 or settings.places):
+        # The caller gets an error, and no engine that it could close.
         engine.close()
         what = "devices of the emulated TPU" if settings.places else f"replicas ({POLYXLA_BRIDGE_REPLICAS})"
         raise PjrtError(
@@ -99,6 +101,7 @@ def library_path(plugin: str) -> Path:
 
 def cuda_library() -> Path | None:
     """Return the library of the installed plugin for NVIDIA GPUs; None if there is none."""
+    # `jax_plugins` is a namespace package: each of its folders may hold another plugin.
     found = importlib.util.find_spec("jax_plugins")
     folders = found.submodule_search_locations if found else None
     libraries = (Path(at, name, "xla_cuda_plugin.so") for name in CUDA_PLUGINS for at in folders or ())

@@ -23,19 +23,23 @@ if TYPE_CHECKING:
 
 
 TICK_S = 0.05
-"""How often to look whether there is something to collect, in seconds."""
+"""Interval between two looks whether a collection is due, in seconds."""
 
 
 def only_in_main_thread() -> None:
     """Collect in the main thread from now on; a program that has switched collection off is left alone.
+
+    Python collects in whichever thread allocates. TorchTPU's own threads call the bridge, and so allocate.
+    TorchTPU ends the process (signal 6) when one of them destroys a tensor, as a collection may.
 
     ``gc.disable()`` and ``gc.enable()`` keep their meaning. Forked processes collect as Python does.
     """
     thresholds = gc.get_threshold()
     if not thresholds[0]:
         return
-    # Python now collects only on request.
+    # A threshold of 0 leaves collection enabled for `gc.isenabled`, but Python collects only on request.
     gc.set_threshold(0)
+    # A forked process lacks the thread below, so nothing would collect there.
     os.register_at_fork(after_in_child=lambda: gc.set_threshold(*thresholds))
     threading.Thread(target=_watch, args=(thresholds,), name="polyxla-collect", daemon=True).start()
 
@@ -45,7 +49,8 @@ def _watch(thresholds: tuple[int, int, int]) -> None:
         gc.collect(_generation(thresholds, gc.get_count()))
         return 0
 
-    # Python runs it in the main thread, between two instructions.
+    # This thread must not collect itself. Python runs pending calls in the main thread, between two
+    # instructions.
     pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(collect)
     while True:
         time.sleep(TICK_S)
@@ -55,6 +60,7 @@ def _watch(thresholds: tuple[int, int, int]) -> None:
 
 def _generation(thresholds: tuple[int, int, int], counts: tuple[int, int, int]) -> int:
     """Return the oldest generation that is due."""
+    # This is Python's own rule: a generation is due when the younger ones were collected often enough.
     if counts[1] <= thresholds[1]:
         return 0
     return 1 if counts[2] <= thresholds[2] else 2
@@ -70,7 +76,8 @@ _LINKED_OTHERWISE = (
 class TorchTpu(Opener):
     """TorchTPU, which has opened the library."""
 
-    # Modules made by nanobind, such as triton's, report every object that is not destroyed.
+    # nanobind's modules, such as triton's, report every object that is not destroyed, so the last garbage
+    # collections must run.
     has_late_objects = False
 
     def __init__(self) -> None:
@@ -78,23 +85,25 @@ class TorchTpu(Opener):
             _log.warning(_LINKED_OTHERWISE, importlib.metadata.version("torch_tpu"))
         from polyxla_bridge import torch_tpu_store
 
+        # TorchTPU opens the library while it is imported, before it registers what this replaces.
         torch_tpu_store.give_stores()
 
     def before_client(self) -> None:
         """Keep collections, which may destroy tensors, out of TorchTPU's own threads."""
         only_in_main_thread()
-        # `release` calls TorchTPU's exit function instead. While the library was opened, there was none yet.
+        # `release` takes the place of TorchTPU's exit function, which did not exist yet in `__init__`.
         if self._devices:
             atexit.unregister(self._devices.TpuDeviceModule._shutdown_runtime)
 
     def after_client(self, engine: Engine) -> None:
         """Keep the programs of other jobs apart in the cache of torch.compile.
 
-        TorchTPU's keys do not say how many devices a program was compiled for, nor by what. Each program that
-        cannot be loaded here would be a traceback of torch's.
+        TorchTPU's keys name neither the number of devices that a program was compiled for, nor its compiler.
+        torch would print a traceback for each cached program that cannot be loaded here.
         """
         from torch.compiler import config
 
+        # The replicas are those of the engine: the variables of a TPU's slice do not set the bridge's number.
         settings = dataclasses.replace(env.current(), replicas=len(engine.devices))
         config.cache_key_tag += f" polyxla {context(settings, {'engine': type(engine).__name__})}"
 

@@ -22,13 +22,14 @@ from polyxla_bridge.transfers import ticket
 _DESCRIPTORS = "cross_host_transfer_descriptor:"
 """Prefix of the keys of descriptors. Source: libpywrap_2_15_0_common.so of torch_tpu 0.2.0 contains it."""
 _NAME, _READERS = "polyxla/name", "polyxla/readers"
-"""Keys in a group's store, while its ranks meet: what it is called, and how many of them know that."""
+"""Keys in a group's store while its ranks meet: the group's name, and how many ranks have read it."""
 _stores: list[TransferStore] = []
 """Kept until the process ends, as torch's own store keeps the keys of a group."""
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def call(self: TransferStore, key: Any, *args: Any) -> Any:
+        # `check` and `wait` take a list of keys, and the other functions one key.
         if isinstance(key, str):
             store, (key,) = self._place([key])
         else:
@@ -50,7 +51,7 @@ class TransferStore(Store):
         name: of the group, the same in all its ranks, and of no other group.
     """
 
-    # C++ calls these by name, and finds only what the class defines. torch's names are not all of one style.
+    # C++ calls these by name, and finds only what the class itself defines. torch's names have two styles.
     set, get, add, check, wait, compare_set, deleteKey = map(  # noqa: N815
         _forwarded, ("set", "get", "add", "check", "wait", "compare_set", "delete_key")
     )
@@ -59,6 +60,7 @@ class TransferStore(Store):
         super().__init__()
         self._group = store
         self._name = name
+        # torch's attribute exists on a `PrefixStore` only; a store without a prefix is the job's own.
         self._job = getattr(store, "_underlying_non_prefix_store", store)
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
@@ -75,6 +77,7 @@ class TransferStore(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values; for descriptors, which a send reads, tickets."""
         store, keys = self._place(keys)
+        # TorchTPU's `isend`, which calls this, must not wait for the receiver: the thread that sends does.
         if all(key.startswith(_DESCRIPTORS) for key in keys):
             return [ticket(functools.partial(_take, store, _next(self._sent, key))) for key in keys]
         return list(store.multi_get(keys))
@@ -95,10 +98,11 @@ class TransferStore(Store):
 
 
 def _take(store: Any, key: str) -> bytes | None:
-    # A wait for the key would hold up the calls of other threads, which share the store's connection.
+    # Waiting for the key would block other threads, whose calls share the store's connection.
     if not store.check([key]):
         return None
     value: bytes = store.get(key)
+    # Each descriptor has a key of its own, so the store would grow with every array.
     store.delete_key(key)
     return value
 
@@ -117,11 +121,15 @@ def give_stores() -> None:
     @functools.wraps(create)
     def create_process_group(store: Store, rank: int, size: int, *args: Any) -> Any:
         if rank == 0:
+            # The name is unique in the job: it has this process's rank in the job, and the number of groups
+            # that the process has made before.
             first = dist.get_rank() if dist.is_initialized() else 0
             store.set(_NAME, f"polyxla-{first}-{len(_stores)}")
+        # `get` waits until the first rank has set the name.
         name = store.get(_NAME).decode()
+        # The last reader deletes the keys, because a program that destroys a group and makes it anew may use
+        # the same keys.
         if store.add(_READERS, 1) == size:
-            # A group that a program makes anew may have the keys of the one that it has destroyed.
             store.delete_key(_NAME)
             store.delete_key(_READERS)
         return create(TransferStore(store, name).for_group(), rank, size, *args)

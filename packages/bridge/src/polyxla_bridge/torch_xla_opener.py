@@ -33,12 +33,13 @@ class TorchXla(Opener):
         if not native.LOCKED.polyxla_torch_xla_without_gil():
             _log.warning(_LINKED_OTHERWISE, importlib.metadata.version("torch_xla"))
         _refuse_late_spmd()
-        # `release` calls torch_xla's exit function itself: run later, it would find the engine closed.
+        # Exit functions run in reverse order, so torch_xla's would run after `_leave` and find the engine
+        # closed. `release` calls it instead.
         atexit.unregister(torch_xla._prepare_to_exit)
 
     def wait(self) -> None:
         """Wait until all steps are submitted; raise the error of one that failed."""
-        # It releases the GIL while it waits; torch_xla._prepare_to_exit does not.
+        # This function releases the GIL while it waits; torch_xla._prepare_to_exit does not.
         xla_model.wait_device_ops()
 
     def release(self) -> None:
@@ -56,7 +57,8 @@ def _refuse_late_spmd() -> None:
 
     @functools.wraps(force)
     def force_in_time() -> None:
-        # If no device is used yet, the choice is made here.
+        # If no device is used yet, this tensor makes torch_xla choose, and the variable makes it choose SPMD.
+        # If torch_xla has chosen before, the description shows what.
         with env.as_under_spmd():
             described = native_part._get_xla_tensor_debug_info(torch.empty(0, device="xla:0"))
         if "Device: SPMD:0" not in described:

@@ -33,10 +33,11 @@ class EnginePlugin(DevicePlugin):
         """
         if refusal := self.refusal_of_spmd():
             _refuse_spmd(refusal)
-        # Imported late: these modules are many, and a program may end without a device.
+        # Imported here, because these modules are many, and a program may end without using a device.
         from polyxla_bridge.activation import activate
         from polyxla_bridge.torch_xla_opener import TorchXla
 
+        # torch_xla opens the library next, which would become an emulated libtpu if its table were empty.
         activate(self.make_engine, TorchXla)
         return str(LIBRARY)
 
@@ -97,5 +98,6 @@ def _refuse_spmd(why: str) -> None:
         raise RuntimeError(f"SPMD programs (torch_xla.runtime.use_spmd) do not run here: {why}")
 
     runtime.use_spmd = use_spmd
+    # The program may have called the original function before it asked for a device, or set the variable.
     if runtime.is_spmd():
         use_spmd()

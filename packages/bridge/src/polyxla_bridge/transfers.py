@@ -82,6 +82,7 @@ class Transfers:
         self._secret = secret
         self._host = host
         self._process = process
+        # The timeout may be infinite, which a socket refuses.
         self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._numbers = itertools.count()
         self._awaited: dict[int, _Awaited] = {}
@@ -94,6 +95,7 @@ class Transfers:
         """Announce an array; return the future of its bytes, and the descriptor."""
         arrived: Future[Any] = Future()
         with self._lock:
+            # The port is opened for the first array: a job without such arrays needs none.
             if self._listener is None:
                 self._listener = socket.create_server((self._host, 0), backlog=MOST_UNPROVED)
                 _start(self._accept, self._listener)
@@ -127,11 +129,15 @@ class Transfers:
             with self._connect(receiver.host, receiver.port) as peer:
                 challenge = _exactly(peer, _CHALLENGE_BYTES)
                 peer.settimeout(self._timeout_s)
+                # The line has a fixed length: the receiver parses nothing before it has verified the seal.
                 line = json.dumps([receiver.number, self._process, content]).encode().ljust(_LINE_BYTES)
+                # A seal that answers this challenge is valid on no other connection: it cannot be replayed.
                 peer.sendall(sealed(self._secret, _proof_of(challenge), line))
+                # Checked after the line is sent, because the receiver learns from it that the arrays differ.
                 if content != receiver.content:
                     raise _unlike(self._process, content, receiver.process, receiver.content)
                 peer.sendall(data)
+                # The kernel accepts bytes for a process that may end before it reads them.
                 if _exactly(peer, 1) != _RECEIVED:
                     raise ConnectionError("it does not confirm the array")
         except OSError as error:
@@ -143,12 +149,13 @@ class Transfers:
 
     def close(self) -> None:
         """Receive and send nothing more; arrays that are still awaited fail."""
+        # The thread that takes an array out of the dictionary completes its future, so that happens once.
         with self._lock:
             self._closed.set()
             awaited, self._awaited = self._awaited, {}
         if self._listener is not None:
             with suppress(OSError):
-                # Closing alone does not end the thread's `accept`.
+                # Closing alone does not end the `accept` in which the thread waits.
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         for each in awaited.values():
@@ -156,6 +163,8 @@ class Transfers:
 
     def _exchange(self, look: Callable[[], bytes | None]) -> bytes:
         """Wait until there is a descriptor; the stall watchdog ends a wait that is too long."""
+        # Each look is a request to the store, so the pauses grow. The first are short, because the
+        # descriptor may come soon.
         pause_s = 0.001
         while not self._closed.is_set():
             try:
@@ -176,10 +185,13 @@ class Transfers:
 
         A receiver to which many processes send at once closes the connections that are too many.
         """
+        # Only a closed connection is retried. The receiver listens before it returns a descriptor, so it has
+        # ended if it refuses a connection.
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
             peer = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
             try:
+                # Peeking leaves the challenge for the caller to read.
                 if peer.recv(1, socket.MSG_PEEK):
                     return peer
             except ConnectionResetError:
@@ -197,9 +209,10 @@ class Transfers:
             try:
                 peer, _ = listener.accept()
             except OSError:
-                # Closed, or out of file descriptors for a moment.
+                # The listener is closed, or the process is out of file descriptors for a moment.
                 self._closed.wait(_PAUSE_S)
                 continue
+            # Anyone may connect. The limit keeps third parties from filling this process with threads.
             if self._unproved.acquire(blocking=False):
                 _start(self._serve, peer)
             else:
@@ -210,6 +223,7 @@ class Transfers:
             try:
                 found = self._proved(peer)
             finally:
+                # A proved connection no longer counts, however long its array takes.
                 self._unproved.release()
             if found is None:
                 return
@@ -257,7 +271,7 @@ def _start(task: Callable[..., None], *args: Any) -> None:
 
 
 def _content(type_: ArrayType) -> str:
-    # The shapes may differ: torch.distributed sends elements, which the receiver may arrange anew.
+    # The shapes may differ: torch.distributed sends elements, and the receiver may give them another shape.
     return f"{math.prod(type_.dims)} elements of {type_.dtype}"
 
 

@@ -34,7 +34,8 @@ def open_library() -> None:
     from polyxla_bridge.activation import activate
     from polyxla_bridge.libtpu.client import make_engine
 
-    # Check sys.modules: importing would load the wrong framework.
+    # Check sys.modules, because an import would load a framework that the program does not use. Any other
+    # framework, such as JAX, needs nothing from its opener.
     if "torch_xla" in sys.modules:
         from polyxla_bridge.torch_xla_opener import TorchXla
         from polyxla_bridge.torch_xla_plugin import count_lookup

@@ -54,7 +54,9 @@ def _take(address: str) -> None:
             f"The TPU is already in use by process with pid {_holder(address)}. Not attempting to load "
             f"libtpu.so in this process. ({address.rpartition('/')[2]})",
         ) from None
+    # Another process that wants the chip connects, to ask the kernel for the id of this process.
     chip.listen()
+    # Python closes a socket that it collects. Without the object, the descriptor stays open.
     _held.append(chip.detach())
 
 
@@ -65,7 +67,7 @@ def _holder(address: str) -> int | str:
             asking.connect(address)
             process, _, _ = _PEER.unpack(asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         except OSError:
-            # It has ended in the meantime.
+            # The process has ended in the meantime.
             return "unknown"
     return int(process)
 
@@ -103,6 +105,7 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
     environ = in_slice(env.own_environ())
     host = Host.read(environ)
     topology = Topology.read(environ, host)
+    # Like libtpu, the process takes its chips before it starts anything: a second process is refused at once.
     claim(topology, host)
     env.check_secret(len(topology.addresses), environ)
     chosen = settings(topology, host, env.from_environ(environ))
@@ -146,7 +149,7 @@ def _print_stack_at_sigterm() -> None:
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    # The only question in C is this exchange.
+    # C has no getter, so the handler is exchanged for the default and restored.
     if before := libc.signal(signal.SIGTERM, None):
         libc.signal(signal.SIGTERM, before)
     else:
@@ -159,7 +162,7 @@ def settings(topology: Topology, host: Host, base: BridgeSettings) -> BridgeSett
     Args:
         topology: the slice, as this process's variables describe it.
         host: its chips.
-        base: what has nothing to do with TPUs.
+        base: the settings that have nothing to do with TPUs.
     """
     places = topology.places(host)
     return dataclasses.replace(
@@ -181,12 +184,12 @@ def _meeting(topology: Topology) -> str:
     """Return where the clients of all devices meet."""
     if len(topology.addresses) > 1:
         return _reachable(topology.addresses[0])
-    # No other process joins, so any free port serves. The variables' port may be another job's.
+    # No other process joins, so any free port will do. Another job may use the port in the variables.
     with socket.create_server((BridgeSettings.host, 0)) as probe:
         return f"{BridgeSettings.host}:{probe.getsockname()[1]}"
 
 
 def _reachable(address: str) -> str:
     host, _, port = address.rpartition(":")
-    # gloo needs an address, and "localhost" may resolve to IPv6's first.
+    # gloo needs an address, and "localhost" may resolve to an IPv6 address first.
     return f"{BridgeSettings.host if host == 'localhost' else host}:{port}"

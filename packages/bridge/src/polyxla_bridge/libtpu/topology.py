@@ -166,6 +166,7 @@ class Topology:
         sharing = host.generation.cores if has_fourth else 1
         visible = _numbers(environ, VISIBLE, range(host.chips * sharing))
         count = math.prod(processes) * sharing
+        # A process with all chips of the host has their shape, whatever the variables say.
         if count == 1 and len(visible) == host.chips:
             # Source: test_xla_devices_single_process_all_chips in torch_xla 2.9.0, test/pjrt.
             chips = host.shape
@@ -215,7 +216,9 @@ class Topology:
 
     def _origin(self, host: Host, size: list[int]) -> list[int]:
         """Return the coordinates of this host's first chip. Hosts count along x first."""
+        # The processes' box may be smaller than a host, if they use some of its chips.
         hosts = [max(1, all_ // here) for all_, here in zip(size, host.shape, strict=True)]
+        # Several processes may share a host. The devices of those before this fill the hosts before its own.
         number = self.task * math.prod(self.chips) // (host.chips * self.sharing)
         x, rest = number % hosts[0], number // hosts[0]
         position = (x, rest % hosts[1], rest // hosts[1])
@@ -228,6 +231,7 @@ def in_slice(environ: Mapping[str, str]) -> Mapping[str, str]:
     libtpu learns them from the metadata server. It would then wait for the other hosts in any program; here
     one that is not partitioned (SPMD) computes on its own host.
     """
+    # If this process's own variables describe the slice, those of its host do not matter.
     is_described = any(environ.get(name) for name in BOUNDS)
     if is_described or not env.is_spmd(environ):
         return environ
@@ -248,7 +252,7 @@ def _numbers(environ: Mapping[str, str], names: tuple[str, ...], default: Iterab
 
 
 def _shape(environ: Mapping[str, str], names: tuple[str, ...], default: Shape, fourth: int) -> Shape:
-    """Read a shape. It may have a fourth number: that of the devices of a chip, which says nothing new."""
+    """Read a shape. It may have a fourth number, of a chip's devices, which the generation determines."""
     numbers = _numbers(environ, names, default)
     if len(numbers) not in (3, 4) or 0 in numbers or numbers[3:] not in ((), (fourth,)):
         raise _refused(environ, names, "three positive numbers")
