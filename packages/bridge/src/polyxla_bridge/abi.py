@@ -32,6 +32,7 @@ def _fields(declaration: str) -> list[tuple[str, Any]]:
 
 
 def _struct(name: str, declaration: str) -> type[Structure]:
+    # Every struct begins with its size, which tells a library of another version which fields the caller has.
     header = [("struct_size", c_size_t), ("extension_start", c_void_p)]
     return type(name, (Structure,), {"_fields_": [*header, *_fields(declaration)]})
 
@@ -102,6 +103,8 @@ ExecuteOptions = _struct(
 )
 """``PJRT_ExecuteOptions``."""
 
+# Versions only append fields, so each struct inherits those of the version before. The keys are the minor
+# versions that made it longer.
 _EXECUTE_OPTIONS: dict[int, type[Structure]] = {0: ExecuteOptions}
 for _minor, _added in ((76, "call_location:p"), (78, "num_tasks:n task_ids:p incarnation_ids:p")):
     _longest = [*_EXECUTE_OPTIONS.values()][-1]
@@ -275,6 +278,7 @@ ARGS: dict[str, type[Structure]] = {
 }
 """Argument structs by function name."""
 
+# A declaration has no letter for a struct by value. `CALLBACKS` are made from `ARGS`, so this comes before.
 ARGS["Buffer_GetMemoryLayout"] = type(
     "Buffer_GetMemoryLayout_Args",
     (Structure,),
@@ -506,6 +510,7 @@ def width(dtype: str) -> int:
     """Return the size of an element on the host in bytes: 1 if it is smaller than a byte, 0 for a token."""
     if dtype in _WIDTHS or dtype in _WITHIN_A_BYTE:
         return _WIDTHS.get(dtype, 1)
+    # The other names have the kind, the number of bits and, for some, a format: "uint16", "float8_e5m2".
     digits = dtype.removeprefix("u").removeprefix("int").removeprefix("float").partition("_")[0]
     return int(digits) // 8
 

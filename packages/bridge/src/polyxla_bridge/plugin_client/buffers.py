@@ -113,13 +113,14 @@ class DeviceArray:
             The host's memory, and the event after which it has the bytes.
         """
         view = memoryview(bytearray(self.size)) if into is None else into
+        # There are no bytes to copy, but the event still tells whether the program failed.
         if not self.size:
             return view, self.ready()
         layout = _row_major(rank)
         found = self._client.plugin.call(
             "Buffer_ToHostBuffer",
             src=self.handle,
-            # A device's own order of the elements may be another one.
+            # Without a layout, the plugin may write the elements in the device's own order.
             host_layout=ctypes.addressof(layout),
             dst=_address(view),
             dst_size=self.size,
@@ -137,7 +138,7 @@ def _row_major(rank: int) -> Any:
     )
     layout = MemoryLayout(struct_size=ctypes.sizeof(MemoryLayout), type=TILED)
     layout.layout.tiled = tiled
-    # It lives as long as the layout, which has only its address.
+    # The struct holds only the address of the numbers, which must live as long.
     layout.order = order
     return layout
 
@@ -149,7 +150,7 @@ def put(
     sizes = (ctypes.c_int64 * max(len(dims), 1))(*dims)
     size = math.prod(dims) * abi.width(dtype)
     if data.readonly:
-        # ctypes takes no address of read-only memory. The copy must live until the plugin has read it.
+        # ctypes takes no address of read-only memory, so it is copied. The copy must live through the call.
         data = memoryview(bytearray(data))
     made = client.plugin.call(
         "Client_BufferFromHostBuffer",
@@ -168,7 +169,7 @@ def put(
 
 def _address(data: memoryview) -> int:
     if not data.nbytes:
-        # A valid address, which is never read.
+        # Empty memory has no address. The plugin gets a valid one, which it does not read.
         return ctypes.addressof(_NOTHING)
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 

@@ -80,7 +80,7 @@ class PluginClient:
         self.devices = tuple(sorted(every, key=lambda device: device.id))
 
     def _own_nothing(self) -> None:
-        # Handles of the objects to destroy before the client, by their destructors, in this order.
+        # The handles of the objects to destroy before the client, by destructor, in the order of `close`.
         self._alive: dict[str, set[int]] = {name: set() for name in DESTRUCTORS}
         self._is_closed = False
         self._lock = threading.Lock()
@@ -94,6 +94,7 @@ class PluginClient:
             count: number of its devices, the first of this process; None for those of all processes, ordered
                 by process: each process then has consecutive ones, wherever its devices are.
         """
+        # The copy has the same handle in the plugin, and gets objects, devices and a lock of its own.
         share = copy.copy(self)
         share._become_share(count)  # noqa: SLF001  (of the same class)
         return share
@@ -135,6 +136,7 @@ class PluginClient:
         try:
             found = self.plugin.call("Device_MemoryStats", device=device.handle)
         except PjrtError as error:
+            # The plugin lacks the function, or its client counts no memory, such as XLA's CPU client.
             if error.code == Code.UNIMPLEMENTED:
                 return None
             raise
@@ -145,7 +147,7 @@ class PluginClient:
         """Keep an object's handle, to destroy the object before the client.
 
         Args:
-            destroy: name of the function that does.
+            destroy: name of the function that destroys it.
             handle: the object's.
         """
         self._alive[destroy].add(handle)
@@ -184,6 +186,7 @@ class PluginClient:
             if self._is_closed:
                 return
             self._is_closed = True
+        # The garbage collector may destroy objects at the same time, so the sets are not iterated.
         for destroy, handles in self._alive.items():
             while handles:
                 self.destroy(destroy, next(iter(handles)))

@@ -65,6 +65,7 @@ class NamedValues:
 
 
 def _value(name: str, option: Option) -> NamedValue:
+    # The size of a value is its number of elements: 1 for all but strings and lists.
     value = NamedValue(struct_size=ctypes.sizeof(NamedValue), name=name.encode(), value_size=1)
     value.name_size = len(name.encode())
     # Check booleans before integers: bool is a subclass of int.
@@ -78,6 +79,7 @@ def _value(name: str, option: Option) -> NamedValue:
         value.type, value.string_value = NamedValueType.STRING, option.encode()
         value.value_size = len(option.encode())
     else:
+        # The cast refers to the array, and the struct to the cast: the memory lives as long as the struct.
         numbers = (ctypes.c_int64 * len(option))(*option)
         value.type, value.value_size = NamedValueType.INT64_LIST, len(option)
         value.int64_array_value = ctypes.cast(numbers, ctypes.c_void_p)
@@ -92,7 +94,7 @@ def read_values(address: int | None, count: int) -> dict[str, Any]:
 
 
 def _name(value: NamedValue) -> str:
-    # Read by its address: a name does not end with a zero byte.
+    # ctypes would read text up to a zero byte, which a name in C need not have, so its address is read.
     pointer = ctypes.c_void_p.from_buffer(value, NamedValue.name.offset).value
     return read_text(pointer, value.name_size)
 
@@ -129,8 +131,8 @@ OLDEST_MINOR = abi.MINOR
 """The oldest API version that is supported, as its minor number; the argument structs are of this one.
 
 Later versions add functions at the end of the table, and fields at the end of structs. Of the structs that
-are used here, they refuse a shorter one of `abi.execute_options` only. Tried with lammps-jax-pjrt-cpu 0.11.2
-(0.115), and with libtpu 0.0.21 (0.75) and 0.0.52 (0.117) as far as compiling.
+are used here, plugins accept shorter ones, except for `abi.execute_options`. Tried with lammps-jax-pjrt-cpu
+0.11.2 (0.115), and with libtpu 0.0.21 (0.75) and 0.0.52 (0.117) as far as compiling.
 """
 
 _loaded: dict[Path, Plugin] = {}
@@ -183,6 +185,7 @@ class Plugin:
 
     def has(self, name: str) -> bool:
         """Return whether the plugin has a function."""
+        # The table of an older version is shorter, and behind its end is other memory.
         end = getattr(abi.Api, name).offset + ctypes.sizeof(ctypes.c_void_p)
         return end <= self._api.struct_size and bool(getattr(self._api, name))
 
@@ -230,6 +233,7 @@ class Plugin:
         if not error:
             return
         code = self.call("Error_GetCode", error=error).code
+        # The text belongs to the error, so it is copied before the error is destroyed.
         text = self.call("Error_Message", error=error)
         message = read_text(text.message, text.message_size)
         self.call("Error_Destroy", error=error)
@@ -242,6 +246,7 @@ def load(path: Path) -> Plugin:
     Raises:
         PjrtError: as for `Plugin`.
     """
+    # The lock is held while a plugin is loaded: a second thread must not initialize it again.
     path = path.resolve()
     with _loading:
         if path not in _loaded:

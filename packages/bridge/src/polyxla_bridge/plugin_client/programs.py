@@ -27,6 +27,7 @@ class LoadedProgram:
 
     def __init__(self, client: PluginClient, handle: int) -> None:
         self._client, self._handle = client, handle
+        # The client owns each handle before the next call, which may fail.
         client.own("LoadedExecutable_Destroy", handle)
         plugin = client.plugin
         self._executable = plugin.call("LoadedExecutable_GetExecutable", loaded_executable=handle).executable
@@ -44,7 +45,7 @@ class LoadedProgram:
         """Return the optimised program: its format, ``hlo`` or ``hlo_with_config``, and its bytes."""
         program = abi.Program(struct_size=ctypes.sizeof(abi.Program))
         asked = {"executable": self._executable, "program": ctypes.addressof(program)}
-        # The first call asks for the size.
+        # Without memory for the code, the first call only returns its size.
         self._client.plugin.call("Executable_OptimizedProgram", **asked)
         code = ctypes.create_string_buffer(program.code_size)
         program.code = ctypes.addressof(code)
@@ -58,6 +59,7 @@ class LoadedProgram:
     def serialize(self) -> bytes:
         """Return the program as bytes that `load` of the same plugin reads."""
         found = self._client.plugin.call("Executable_Serialize", executable=self._executable)
+        # The plugin allocated the bytes, so they are copied, and freed by its own function.
         data = ctypes.string_at(found.serialized_bytes, found.serialized_bytes_size)
         abi.Deleter(found.serialized_executable_deleter)(found.serialized_executable)
         return data
@@ -75,7 +77,7 @@ class LoadedProgram:
             rows: the arguments on each device, in the order of `devices`.
             sizes: size of each result on one device, in bytes.
             keep: indices of arguments that must not be donated.
-            device: the only one that is to run the program now; None if all of `devices` are.
+            device: the only device that is to run the program now; None for all of `devices`.
 
         Returns:
             The results on each device, and the event of each device's end.
@@ -102,6 +104,7 @@ class LoadedProgram:
             device_complete_events=ctypes.addressof(events),
             execute_device=device.handle if device else None,
         )
+        # A row may be longer than the results: an array in C has at least one element.
         arrays = [
             [DeviceArray(self._client, handle, size) for handle, size in zip(row, sizes, strict=False)]
             for row in made
