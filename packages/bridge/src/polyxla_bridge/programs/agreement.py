@@ -39,13 +39,13 @@ DISAGREE = "replicas disagree"
 RING = 1024
 """Collectives of a group that are kept for the others to compare."""
 GROUPS = 16
-"""Groups in which a replica may meet others; those of further groups are not compared."""
+"""Groups in which a replica may meet others; collectives of further groups are not compared."""
 TEXT_BYTES = 1 << 16
 """Room for a replica's descriptions of its collectives; those that do not fit are reported without one."""
 _KEY = "polyxla/board"
 _TIMEOUT_S = 60
 _WORD = 8
-# The first word of a channel is the group, the second the number of collectives.
+# The first word of a channel is the group, and the second is the number of collectives.
 _HEADER_WORDS = 2
 _CHANNEL_WORDS = _HEADER_WORDS + RING
 _TOKEN_WORDS = 2
@@ -54,7 +54,8 @@ _DIVIDED = _TOKEN_WORDS
 _BOARD_WORDS = _TOKEN_WORDS + 1
 RUNS = 256
 """Changes of the group in a program that are kept; a replica with more counts as not waiting."""
-# How often the program was replaced, the number of runs, and of each its group, first number and end.
+# The program begins with a version, which is odd while the program is written, and with the number of runs.
+# Each run has three words: its group, its first number and its end.
 _PROGRAM_WORDS = 2 + 3 * RUNS
 _TEXT = _PROGRAM_WORDS + GROUPS * _CHANNEL_WORDS
 _AREA_WORDS = _TEXT + TEXT_BYTES // _WORD
@@ -81,7 +82,7 @@ class Program:
 
     Attributes:
         channels: by the groups that it meets.
-        runs: the channels' numbers in the program's order, each with how often it comes in a row.
+        runs: the channels' numbers in the program's order, each with its number of collectives in a row.
         is_divided: whether it meets only some of the replicas.
     """
 
@@ -131,11 +132,13 @@ class Agreement:
     def _share(self, link: Any, settings: BridgeSettings) -> mmap.mmap:
         """Return the board of process 0, or if it is on another machine, one of this process's own."""
         if settings.process == 0:
+            # The kernel frees this file with the last process that uses it, however the processes end.
             number = os.memfd_create("polyxla-board")
             os.ftruncate(number, self._size)
             board, token = mmap.mmap(number, self._size), os.urandom(_TOKEN_WORDS * _WORD)
             board[: len(token)] = token
-            # The others open it by the name that /proc has for it, so it stays open.
+            # The others open the file by its name in /proc, so this process keeps it open. They recognise it
+            # by the token.
             address = json.dumps([os.getpid(), number, token.hex()]).encode()
             link.key_value_set_bytes(_KEY, sealed(settings.secret, _KEY, address), allow_overwrite=True)
             return board
@@ -144,7 +147,7 @@ class Agreement:
             host, number, token = json.loads(unsealed(settings.secret, _KEY, found))
         except ValueError as error:
             raise PjrtError(Code.FAILED_PRECONDITION, str(error)) from error
-        # A process of another machine may have the same number, with another file or none.
+        # Process 0 may be on another machine. A process here may have its number, with another file or none.
         with contextlib.suppress(OSError, ValueError), Path(f"/proc/{host}/fd/{number}").open("r+b") as file:
             board = mmap.mmap(file.fileno(), self._size)
             if board[: _TOKEN_WORDS * _WORD].hex() == token:
@@ -155,10 +158,12 @@ class Agreement:
         """Return what a replica does in a program."""
         found: dict[frozenset[int], list[str]] = {}
         order: list[frozenset[int]] = []
+        # The program numbers its own devices; replicas with other programs only know the job's numbers.
         every = executable.devices or tuple(range(self._replicas))
         for text, groups in executable.meets:
             listed = [frozenset(every[member] for member in group) for group in groups] or [frozenset(every)]
             mine = next((group for group in listed if replica in group), frozenset())
+            # A replica that is alone in its group waits for no other.
             if len(mine) > 1:
                 found.setdefault(mine, []).append(text)
                 order.append(mine)
@@ -173,7 +178,7 @@ class Agreement:
         ]
         numbers = {group: number for number, group in enumerate(found)}
         runs = [(numbers[group], len(list(row))) for group, row in itertools.groupby(order)]
-        # All devices of a partitioned program run the same one.
+        # All devices of a partitioned program run the same code, so they meet their groups in the same order.
         is_whole = executable.num_partitions > 1 or all(len(group) == self._replicas for group in found)
         return Program(tuple(channels), tuple(runs), not is_whole)
 
@@ -186,12 +191,14 @@ class Agreement:
         known: dict[int, Program] = executable.native.setdefault("meets", {})
         if replica not in known:
             known[replica] = self.program(executable, replica)
+            # The descriptions come before the digests: a replica that finds a digest looks up what it means.
             self._describe(replica, known[replica].channels)
         program = known[replica]
         if not program.channels:
             return
         starts = self._write(program, replica)
-        # A processor may not move the reads below to before the writes above.
+        # The lock is a memory barrier: without it, the processor could do the reads below before the writes
+        # above, and two replicas that come at the same time would both miss the other.
         with self._lock:
             pass
         for channel, start in zip(program.channels, starts, strict=True):
@@ -204,7 +211,7 @@ class Agreement:
         words, area = self._words, self._area(replica)
         if program.is_divided:
             words[_DIVIDED] = 1
-        # Odd: others do not read it now.
+        # While the version is odd, others do not read the program.
         words[area] += 1
         places = [self._place(replica, channel.group, is_new=True) for channel in program.channels]
         starts = [None if place is None else words[place + 1] for place in places]
@@ -214,9 +221,12 @@ class Agreement:
             end = start + len(channel.digests)
             for first, last in _pieces(max(start, end - RING), end):
                 words[_slots(place, first, last)] = channel.digests[first - start : last - start]
+            # The number comes after the digests: others read the digests up to it.
             words[place + 1] = end
         reached = list(starts)
         at = area + 2
+        # A replica whose runs are not all on the board counts as not waiting, because a circle that is found
+        # through it could be wrong.
         is_known = len(program.runs) <= RUNS and None not in starts
         for number, length in program.runs if is_known else ():
             first = reached[number] or 0
@@ -235,7 +245,9 @@ class Agreement:
         for other in channel.others:
             there = self._place(other, channel.group)
             if there is None:
+                # The other has not met this group yet. It compares itself with this replica when it does.
                 continue
+            # The ring no longer has older digests than these, of this replica or of the other.
             reached = words[there + 1]
             for first, last in _pieces(max(start, end - RING, reached - RING), min(end, reached)):
                 mine, theirs = words[_slots(place, first, last)], words[_slots(there, first, last)]
@@ -254,6 +266,8 @@ class Agreement:
         members = {
             run.group: self._members(index, run.group) for index, runs in programs.items() for run in runs
         }
+        # Each replica is moved on to the first collective that it cannot pass. Others may then pass more, so
+        # this is repeated until no replica moves.
         waits: dict[int, list[int]] = {}
         is_moving = True
         while is_moving:
@@ -271,6 +285,8 @@ class Agreement:
                     if head.first < head.end:
                         break
                     runs.pop(0)
+        # A replica without runs, because it has done them or because they are not known, is not waiting: no
+        # circle leads through it.
         blocked = {index: [other for other in waits[index] if programs.get(other)] for index in programs}
         if circle := _circle(blocked, replica):
             raise self._waiting([(member, programs[member][0]) for member in circle])
@@ -280,6 +296,7 @@ class Agreement:
         words, area = self._words, self._area(replica)
         version, count = words[area], words[area + 1]
         flat = list(words[area + 2 : area + 2 + 3 * count])
+        # What was read while the replica wrote may be a mixture of two programs.
         if version % 2 or words[area] != version:
             return []
         return [Run(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
@@ -289,12 +306,15 @@ class Agreement:
         runs = programs.get(replica, [])
         for number, run in enumerate(runs):
             if run.group == group:
+                # Only others keep a replica from ending its first run. It comes to a later run only after
+                # those before it.
                 return run.first if number else run.end
         place = self._place(replica, group)
         return 0 if place is None else self._words[place + 1]
 
     def _members(self, replica: int, group: int) -> list[int]:
         if group not in self._groups:
+            # A group that found no room on the board has another text, without numbers.
             text = self._description(replica, group)
             self._groups[group] = [int(part) for part in text.split(", ")] if text[:1].isdigit() else []
         return self._groups[group]
@@ -318,6 +338,8 @@ class Agreement:
 
     def _place(self, replica: int, group: int, *, is_new: bool = False) -> int | None:
         """Return where a replica's channel begins; None if it has none."""
+        # Only a channel that exists is remembered, because its replica may make a missing one at any time.
+        # Only the replica's own thread does, so no lock is needed.
         if (replica, group) not in self._places:
             for number in range(GROUPS):
                 place = self._area(replica) + _PROGRAM_WORDS + number * _CHANNEL_WORDS
@@ -337,6 +359,7 @@ class Agreement:
         for digest, text in named.items():
             line = f"{digest:x} {text}\n".encode()
             used = self._described.get(replica, 0)
+            # Programs have many descriptions in common, and the room is limited.
             if used + len(line) <= TEXT_BYTES and line not in self._memory[start : start + used]:
                 self._memory[start + used : start + used + len(line)] = line
                 self._described[replica] = used + len(line)
@@ -350,7 +373,10 @@ class Agreement:
 
 
 def _circle(blocked: Mapping[int, Sequence[int]], start: int) -> list[int]:
-    """Return a way from a replica over those that each waits for back to itself; empty if there is none."""
+    """Return the shortest way from a replica, along those that each waits for, back to itself.
+
+    It is empty if there is none.
+    """
     ways, seen = [[start]], {start}
     while ways:
         way = ways.pop(0)
@@ -377,7 +403,7 @@ def _slots(place: int, first: int, last: int) -> slice:
 
 
 def _digest(text: str) -> int:
-    # Never 0, which is an empty place.
+    # A digest is never 0, because 0 marks a channel without a group.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_WORD], "little") or 1
 
 

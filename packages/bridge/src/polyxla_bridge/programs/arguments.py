@@ -11,7 +11,10 @@ from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
 from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
 
 MAY_ALIAS = 1
-"""An argument that is copied where it must not be overwritten. Source: Kind in xla/service/hlo.proto."""
+"""The kind of an alias whose argument is copied if it must not be overwritten.
+
+Source: Kind in xla/service/hlo.proto.
+"""
 
 
 def for_jaxlib(module: bytes, *, is_partitioned: bool) -> bytes:
@@ -30,6 +33,7 @@ def for_jaxlib(module: bytes, *, is_partitioned: bool) -> bytes:
         The rewritten program; `module` itself if nothing had to change.
     """
     parsed = hlo.parse_module(module)
+    # A donor may be an element of the tuple, so the tuple is unpacked first.
     is_changed = _unpack(parsed)
     if not is_partitioned:
         is_changed = _pair_donors(parsed) or is_changed
@@ -46,6 +50,7 @@ def _unpack(parsed: Module) -> bool:
     )
     (packed,) = (instruction for instruction in entry.instructions if instruction.opcode == "parameter")
     elements = [instruction for instruction in entry.instructions if packed.id in instruction.operand_ids]
+    # The instruction that takes an element becomes its parameter, so each element must be taken exactly once.
     if sorted(instruction.tuple_index for instruction in elements) != list(
         range(len(shapes[0].tuple_shapes))
     ):
@@ -56,6 +61,7 @@ def _unpack(parsed: Module) -> bool:
     del entry.instructions[:]
     entry.instructions.extend(kept)
     _set_parameters(parsed, entry, sorted(elements, key=lambda element: element.parameter_number))
+    # What named an element, by the tuple's number and the element's index, now names a parameter.
     given_up: list[Any] = [*parsed.buffer_donor.entries, *parsed.input_output_alias.entries]
     for given in given_up:
         (given.parameter_number,) = given.parameter_shape_index
@@ -87,6 +93,7 @@ def _pair_donors(parsed: Module) -> bool:
     parameters, entries = parsed.host_program_shape.parameters, parsed.input_output_alias.entries
     taken = [tuple(entry.output_shape_index) for entry in entries]
     free = {index: shape for index, shape in _results(parsed).items() if index not in taken}
+    # A parameter's memory can become that of one result only. The framework may have chosen it already.
     paired = {entry.parameter_number for entry in entries}
     for number in [entry.parameter_number for entry in parsed.buffer_donor.entries]:
         fits = [index for index, shape in free.items() if hlo.is_same_array(parameters[number], shape)]

@@ -44,6 +44,7 @@ def why_unusable(directory: Path, *, is_private: bool) -> str | None:
         directory: its path.
         is_private: whether other users must not be able to write there, since cached code is run.
     """
+    # The directory may exist with another owner or mode, which `mkdir` accepts, so both are checked below.
     try:
         directory.mkdir(mode=0o700 if is_private else 0o777, parents=True, exist_ok=True)
         status = directory.stat()
@@ -81,11 +82,12 @@ class CacheDirectory:
             OSError: the file cannot be written; nothing remains of it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        # `tempfile` makes files that other users of a shared directory cannot read.
+        # `tempfile` would make a file that other users of a shared directory cannot read.
         temporary = self.path / f".{name}.{secrets.token_hex(8)}"
         try:
             with temporary.open("xb") as file:
                 file.write(data)
+            # A rename is atomic: a reader finds the old file or the whole new one.
             temporary.replace(self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
@@ -93,6 +95,7 @@ class CacheDirectory:
             self.sweep()
 
     def _is_sweep_due(self, size_bytes: int) -> bool:
+        # The number restarts under the lock, so that only one of several threads sweeps.
         with self._lock:
             self._written_bytes += size_bytes
             if self._written_bytes < SWEEP_BYTES:
@@ -108,17 +111,19 @@ class CacheDirectory:
             is_use: whether the file becomes the most recently used one.
 
         Raises:
-            OSError: the file does not exist or cannot be read, or everyone may write to the directory, and
-                another user has written it: it would be run.
+            OSError: the file does not exist or cannot be read; or everyone may write to the directory, and
+                another user has written the file, whose code would be run.
         """
-        # A pipe that another user has put there must not be waited for.
+        # Without O_NONBLOCK, opening a pipe that another user has put there might never return.
         with os.fdopen(os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            # The open file is checked, not its path, under which another user could put another file later.
             found = os.fstat(file.fileno())
             is_everyones = bool(self.path.stat().st_mode & stat.S_IWOTH)
             if not stat.S_ISREG(found.st_mode) or (is_everyones and found.st_uid not in (0, os.geteuid())):
                 raise PermissionError(f"user {found.st_uid} has put it where everyone may write")
             if is_use:
-                # Another user's file can be read, but its times cannot be set.
+                # `sweep` takes the time of modification for that of the last use. Another user's file can be
+                # read, but its times cannot be set.
                 with contextlib.suppress(PermissionError):
                     os.utime(file.fileno())
             return file.read()
@@ -139,7 +144,8 @@ class CacheDirectory:
         for _, size, path in sorted(programs):
             if excess <= 0:
                 return
-            # Another process that sweeps now deletes the same files in the same order: no more than needed.
+            # A file that is gone counts, too: another process that sweeps now deletes the same files in the
+            # same order, and together they delete no more than needed.
             _delete(path)
             excess -= size
 
@@ -151,6 +157,7 @@ class CacheDirectory:
                     try:
                         found.append((Path(entry.path), entry.stat(follow_symlinks=False)))
                     except FileNotFoundError:
+                        # Another process has evicted it, or has renamed it because it is complete.
                         continue
         return found
 
@@ -218,6 +225,7 @@ def _problem(settings: BridgeSettings) -> str | None:
 
 def context(settings: BridgeSettings, compiler: Mapping[str, str | bool]) -> str:
     """Return a digest of everything but the program that determines the compiled code."""
+    # Settings that do not change the code, such as the platform's name and timeouts, are left out.
     job = [settings.replicas, _flags(settings.xla_flags), sorted(compiler.items())]
     # XLA divides loops by the number of threads.
     machine = [settings.nproc, len(os.sched_getaffinity(0)), platform.machine(), cpu()]
@@ -272,6 +280,7 @@ class ProgramCache:
         on_lookup: Callable[[bool], None] | None = None,
     ) -> None:
         self.hits = self.misses = 0
+        # A program may change its working directory later.
         self._directory = CacheDirectory(Path(directory).absolute()) if directory else None
         self._context = context
         self._is_readonly = is_readonly
@@ -310,6 +319,7 @@ class ProgramCache:
         except Exception as error:
             self._warn(f"cannot use {self._directory.path / name}", error)
             return None
+        # A file that was copied or renamed holds another program than its name says.
         if executable.fingerprint != fingerprint:
             self._warn(f"cannot use {self._directory.path / name}", ValueError("it holds another program"))
             return None
@@ -336,6 +346,6 @@ class ProgramCache:
         return f"{PREFIX}{hashlib.sha256(f'{self._context} {fingerprint}'.encode()).hexdigest()}"
 
     def _warn(self, what: str, error: Exception) -> None:
-        # The lock is a flag that several threads can set, and one of them first: it is never released.
+        # The lock serves as a flag: it is never released, so exactly one thread warns.
         if self._warned.acquire(blocking=False):
             _log.warning("the compilation cache %s; the job continues without it: %s", what, error)

@@ -1,7 +1,7 @@
 """One compilation of each program per job: claims, results and heartbeats in a key-value store.
 
 The store is that of jaxlib's distributed runtime; process 0 serves it. Whoever reaches its port can write
-there, so every value is sealed with the job's secret, and others do not count.
+there, so every value is sealed with the job's secret, and values without its seal are ignored.
 """
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ class CompileCoordinator:
 
     def claim(self, fingerprint: str) -> bool:
         """Claim a program for this process to compile; return False if another process already has."""
+        # The store refuses a second value, so exactly one process gets the claim.
         try:
             self._set(_key(fingerprint, "claim"), str(self._process).encode(), may_replace=False)
         except Exception as error:
+            # jaxlib has one type of exception for every status, which begins the text.
             if str(error).startswith("ALREADY_EXISTS"):
                 return False
             raise
@@ -76,7 +78,7 @@ class CompileCoordinator:
         chunks = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
         for number, chunk in enumerate(chunks):
             self._set(_key(fingerprint, str(number)), chunk)
-        # Last, because a reader takes the chunks as complete once the end record exists.
+        # The end record comes last, because a reader takes the chunks as complete once it exists.
         self._end(fingerprint, {"chunks": len(chunks), "is_hit": program.is_hit})
 
     def fail(self, fingerprint: str, error: BaseException) -> None:
@@ -91,14 +93,18 @@ class CompileCoordinator:
         """Wait for a program that another process compiles.
 
         Returns:
-            The program; None if the heartbeat of the compiling process stopped, or it is none of this job.
+            The program; None if the heartbeat of the compiling process stopped, or if what was claimed or
+            published is not from a process of this job.
 
         Raises:
             PjrtError: the program could not be compiled.
         """
         compiling = self._read(_key(fingerprint, "claim"))
         if compiling is None:
+            # The claim lacks the job's seal: no process of the job would ever publish the program.
             return None
+        # A compilation may take any time, so the wait has no deadline. Each short wait for the end record is
+        # followed by a look at the heartbeat.
         beat, seen = None, time.monotonic()
         while (end := self._wait_for(_key(fingerprint, "end"), _POLL_S)) is None:
             now = time.monotonic()
@@ -119,13 +125,14 @@ class CompileCoordinator:
                 return None
             raise
         if (end := self._opened(key, data)) is None:
-            # Somebody else's, until the compiling process replaces it.
+            # A value without the job's seal is returned at once, until the compiling process replaces it.
             time.sleep(timeout_s)
             return None
         found: dict[str, Any] = json.loads(end)
         return found
 
     def _set(self, key: str, value: bytes, *, may_replace: bool = True) -> None:
+        # By default a value is replaced: a third party may have written one under the key.
         self._link.key_value_set_bytes(key, sealed(self._secret, key, value), allow_overwrite=may_replace)
 
     def _read(self, key: str) -> bytes | None:
@@ -188,6 +195,7 @@ class CompileOnce(ABC):
         self.cache = cache
         self._coordinator = coordinator
         self._compile_locks: dict[str, threading.Lock] = {}
+        # Weak references, so that a program is freed when the framework destroys it.
         self._compiled: WeakValueDictionary[str, Executable] = WeakValueDictionary()
         self._compiling = 0
         self._lock = threading.Lock()
@@ -229,6 +237,7 @@ class CompileOnce(ABC):
     def compile(self, hlo_module: bytes, options: bytes) -> Executable:
         """Compile a program once for all replicas; different programs compile at the same time."""
         fingerprint = hashlib.sha256(hlo_module + options).hexdigest()
+        # `_lock` is held only to find the program's own lock: other programs compile at the same time.
         with self._lock:
             one_at_a_time = self._compile_locks.setdefault(fingerprint, threading.Lock())
         with one_at_a_time:
@@ -246,18 +255,21 @@ class CompileOnce(ABC):
             published = coordinator.wait(fingerprint)
             if published and published.data:
                 executable = self.deserialize(published.data)
-                # Processes may have separate cache directories, and another one may claim it in the next job.
+                # Processes may have separate cache directories, and in the next job this one may get the
+                # claim.
                 self.cache.save(fingerprint, lambda: published.data, is_replaced=False)
                 self.cache.count(is_hit=published.is_hit)
                 return executable
-            # The heartbeat of the process that claimed it stopped, or the program cannot be sent. Compiling
-            # twice is better than never.
+            # The heartbeat of the process with the claim stopped, or the program cannot be sent. Compiling it
+            # twice is better than waiting for ever.
             return self._load_or_compile(fingerprint, hlo_module, options)[0]
         try:
             executable, is_hit = self._load_or_compile(fingerprint, hlo_module, options)
+            # A program that cannot be sent is published without data, so that the others stop waiting.
             data = self.serialize(executable) if self.is_serializable(executable) else b""
             coordinator.publish(fingerprint, Published(data, is_hit))
         except BaseException as error:
+            # Without the error, the others would wait as long as this process has a heartbeat.
             coordinator.fail(fingerprint, error)
             raise
         return executable
@@ -266,6 +278,7 @@ class CompileOnce(ABC):
         self, fingerprint: str, hlo_module: bytes, options: bytes
     ) -> tuple[Executable, bool]:
         """Load the program from the cache or compile it; return it and whether it was cached."""
+        # While this number is above 0, the stall watchdog sends the heartbeats for which the others wait.
         with self._lock:
             self._compiling += 1
         try:
@@ -276,6 +289,7 @@ class CompileOnce(ABC):
             with self._lock:
                 self.compiles += 1
             compiled = self.compile_new(fingerprint, hlo_module, options)
+            # A file that exists could not be loaded, so it is replaced.
             if self.is_serializable(compiled):
                 self.cache.save(fingerprint, lambda: self.serialize(compiled))
             return compiled, False

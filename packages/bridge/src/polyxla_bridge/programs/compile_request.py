@@ -12,7 +12,8 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto
 
 PORTABLE = re.compile(rb"ML\xefR.{1,2}StableHLO_v(\d+\.\d+\.\d+)", re.DOTALL)
-"""How StableHLO that later versions read begins: MLIR's bytecode, its version, producer's name and version.
+"""The beginning of StableHLO that later versions can read: MLIR's magic number, the version of its bytecode,
+and the name and version of the producer.
 
 Source: https://mlir.llvm.org/docs/BytecodeFormat, and serializePortableArtifact in stablehlo.
 """
@@ -32,6 +33,7 @@ def to_hlo(program: bytes) -> bytes:
     from jax.interpreters import mlir
     from jaxlib import _jax
 
+    # A portable artifact is first translated to this jaxlib's StableHLO.
     module: Any = program
     if found := PORTABLE.match(program):
         try:
@@ -48,7 +50,8 @@ def to_hlo(program: bytes) -> bytes:
 def _explain_newer(theirs: str, error: Exception) -> None:
     """Raise an error that names both versions, if the program's is newer than the one that jaxlib has.
 
-    Only after an error: a newer version often adds operations that a program does not have.
+    It is called only after an error: a program of a newer version is read if it uses none of the newer
+    operations.
     """
     from jaxlib.mlir.dialects import stablehlo
 
@@ -70,9 +73,9 @@ _VARINT, _EIGHT_BYTES, _TEXT, _FOUR_BYTES = 0, 1, 2, 5
 
 
 def without_texts(options: bytes) -> bytes:
-    """Return compile options without every debug option and every override whose value is a text.
+    """Return compile options without the debug options and overrides whose value is a text.
 
-    Such as ``xla_dump_to``: XLA reads and writes the files that they name, and only texts can name one.
+    Some of these, such as ``xla_dump_to``, name files that XLA reads or writes; only a text can name a file.
 
     Args:
         options: a serialised CompileOptionsProto.
@@ -87,11 +90,13 @@ def without_texts(options: bytes) -> bytes:
     for name, override in list(asked.env_option_overrides.items()):
         if override.HasField("string_field"):
             del asked.env_option_overrides[name]
-    # The overrides are a map, whose order is free otherwise.
+    # The overrides are a map, whose order would otherwise be arbitrary.
     return asked.SerializeToString(deterministic=True)
 
 
 def _without_texts(message: bytes) -> bytes:
+    # The debug options are read field by field, because hlo.proto does not declare them. Messages are encoded
+    # with the same kind as texts, and are left out as well.
     return b"".join(whole for _, kind, _, whole in _fields(message) if kind != _TEXT)
 
 

@@ -88,6 +88,7 @@ class Executable:
         """Return whether a device runs the program."""
         return not self.devices or index in self.devices
 
+    # Each execution compares its arguments with these, so the module is parsed only once.
     @functools.cached_property
     def parameters(self) -> list[ArrayType]:
         """Types of the arguments on one device."""
@@ -97,7 +98,7 @@ class Executable:
         """Check the types of the arguments on one device.
 
         PJRT's own clients compare sizes in bytes only, and frameworks rely on it: TorchTPU passes an array of
-        one number for a scalar. They would also take another part of an array, if it has the same size.
+        one number for a scalar. But those clients also accept another part of an array, of the same size.
 
         Raises:
             PjrtError: they do not have the memory of those that the program was compiled for.
@@ -168,7 +169,7 @@ def pack(executable: Executable, native: bytes, compiler: str) -> bytes:
 
     Args:
         executable: the program.
-        native: it, in its compiler's format.
+        native: the program in its compiler's format.
         compiler: name and version.
     """
     header = {
@@ -203,6 +204,8 @@ def unpack(data: bytes, num_devices: int, compiler: str) -> UnpackedProgram:
     """
     if not data.startswith(_MAGIC):
         raise _refused("polyxla-bridge did not write these bytes")
+    # The checksum is verified before anything is parsed: damage could make any value of the header wrong. A
+    # view saves a copy of the program.
     whole = memoryview(data)[:-_DIGEST_BYTES]
     if hashlib.sha256(whole).digest() != data[-_DIGEST_BYTES:]:
         raise _refused(f"the checksum of its {len(data)} bytes is wrong, so it is damaged")
@@ -231,6 +234,8 @@ def _check(header: dict[str, Any], num_devices: int, compiler: str) -> None:
     for key, value in expected.items():
         if header[key] != value:
             raise _refused(f"{name} was made with {key} {header[key]}, and this is {key} {value}")
+    # A program for chosen devices fits any job that has them. Any other is for all devices of a job, so their
+    # number must be the same.
     if chosen := header["devices"]:
         fits, made_for = max(chosen) < num_devices, f"the devices {chosen}"
     else:

@@ -67,7 +67,7 @@ _COLLECTIVES = (
 Meet = tuple[str, tuple[tuple[int, ...], ...]]
 """A collective: its description, and the groups that meet in it; see `meets`."""
 _ONE_WAY = ("collective-broadcast", "collective-permute")
-"""Those in which a replica may be done before the others have begun."""
+"""Collectives in which a replica may be done before the others have begun."""
 
 KERNEL = "tpu_custom_call"
 """The custom call that runs a program of a TPU core's own. Source: ``jax._src.tpu_custom_call``."""
@@ -134,12 +134,12 @@ def holder(dtype: str, dims: Sequence[int]) -> bytes:
 def with_layouts(hlo: bytes) -> bytes:
     """Return a serialised HloModuleProto in which every array has a layout: row-major, if it had none.
 
-    XLA ends the process over a program with some layouts and not others.
+    XLA ends the process if a program has layouts for some of its arrays only.
     """
     module = parse_module(hlo)
     for shape in _flat(instruction.shape for instruction in _of(module)):
         if not shape.HasField("layout"):
-            # Also that of a scalar, which is empty.
+            # A scalar's layout is empty, and must be marked as present.
             shape.layout.SetInParent()
             shape.layout.minor_to_major[:] = range(len(shape.dimensions) - 1, -1, -1)
     return module.SerializeToString()
@@ -176,7 +176,7 @@ def is_same_array(first: ShapeProto, other: ShapeProto) -> bool:
 
 
 def total_bytes(hlo: bytes) -> int:
-    """Return the total size of what the instructions of a serialised HloModuleProto result in."""
+    """Return the total size of the results of all instructions in a serialised HloModuleProto."""
     return sum(size_bytes(instruction.shape) for instruction in _instructions(hlo))
 
 
@@ -205,6 +205,7 @@ def stacks(hlo: bytes) -> dict[str, list[tuple[str, int]]]:
     index = parse_module(hlo).stack_frame_index
 
     def frames(number: int) -> Iterator[tuple[str, int]]:
+        # The numbers count from 1, and 0 stands for no frame.
         while number:
             frame = index.stack_frames[number - 1]
             place = index.file_locations[frame.file_location_id - 1]
@@ -222,7 +223,7 @@ def donated(hlo: bytes) -> frozenset[int]:
     """Return the indices of the parameters whose memory a program takes, for its results or otherwise."""
     module = parse_module(hlo)
     taken: list[Any] = [*module.input_output_alias.entries, *module.buffer_donor.entries]
-    # torch_xla packs many parameters into a tuple.
+    # torch_xla packs many parameters into a tuple, whose elements an index names.
     return frozenset((*entry.parameter_shape_index, entry.parameter_number)[0] for entry in taken)
 
 
@@ -238,7 +239,7 @@ def is_collective(instruction: HloInstructionProto) -> bool:
 
 
 def depends_on_replicas(hlo: bytes) -> bool:
-    """Return whether the replica that runs a program, or others, make a difference to its results."""
+    """Return whether a program's results depend on the replica that runs it, or on other replicas."""
     found = {_kind(instruction) for instruction in _instructions(hlo)}
     return bool(found & {*_COLLECTIVES, "replica-id", "partition-id", "send", "recv"})
 
@@ -255,7 +256,7 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
             continue
         listed = instruction.collective_device_list.replica_groups or instruction.replica_groups
         found.update(frozenset(group.replica_ids) for group in listed)
-        # jaxlib writes an empty list for all replicas, and other fields for groups that follow a formula.
+        # jaxlib writes an empty list for all replicas. Groups that follow a formula are in other fields.
         if not listed and instruction.HasField("collective_device_list"):
             found.add(frozenset())
     return frozenset(found)
@@ -264,8 +265,8 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
 def meets(hlo: bytes) -> tuple[Meet, ...]:
     """Return what replicas do together in a serialised HloModuleProto, in the program's order.
 
-    Each with a description such as ``all-reduce (maximum) of float32[2,3]``, and its groups of replicas; none
-    if all meet. Collectives whose groups follow a formula are left out.
+    Each collective has a description, such as ``all-reduce (maximum) of float32[2,3]``, and its groups of
+    replicas: no groups if all replicas meet. Collectives whose groups follow a formula are left out.
     """
     module = parse_module(hlo)
     roots = {
@@ -281,6 +282,7 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
             continue
         device_list = instruction.collective_device_list
         listed = device_list.replica_groups or instruction.replica_groups
+        # A formula is in fields that hlo.proto does not declare; only their bytes are seen here.
         if not listed and device_list.ByteSize():
             continue
         reduction = [roots.get(number, "") for number in instruction.called_computation_ids[:1]]
@@ -291,7 +293,7 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
         )
         arrays = [_named(shapes[number]) for number in instruction.operand_ids]
         if len(arrays) > 1 and arrays[-1] == "float32[]":
-            # torch_xla's token, which orders its collectives.
+            # The last operand is torch_xla's token, which orders its collectives.
             arrays.pop()
         words = [_kind(instruction), *(f"({name})" for name in reduction), f"of {', '.join(arrays)}", *along]
         found.append((" ".join(words), tuple(tuple(group.replica_ids) for group in listed)))
@@ -310,7 +312,7 @@ def check_kernels(hlo: bytes) -> None:
     Raises:
         PjrtError: it has some.
     """
-    # Most programs have none, and need not be parsed for that.
+    # Most programs have no kernel. Searching the bytes saves parsing them.
     if KERNEL.encode() not in hlo:
         return
     if found := [
@@ -334,6 +336,7 @@ def _of(module: HloModuleProto) -> Iterator[HloInstructionProto]:
 
 
 def _kind(instruction: HloInstructionProto) -> str:
+    # An asynchronous collective is two instructions. Its start counts as the collective, its end does not.
     return instruction.opcode.removesuffix("-start")
 
 

@@ -23,7 +23,7 @@ from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
 U32 = 8
 """Element type of unsigned integers of 32 bits. Source: PrimitiveType in xla_data.proto."""
 STATEFUL = ("custom-call", "infeed", "outfeed", "recv", "rng", "rng-get-and-update-state", "send")
-"""Instructions of which two with the same operands are not the same."""
+"""Instructions that are never shared, because two with the same operands do different things."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class MergedProgram:
 
     Attributes:
         module: a serialised HloModuleProto.
-        arguments: for each replica, the argument of its own program that is each argument of this one; None
-            for one that the replica does not need.
+        arguments: for each replica, and for each argument of this program, the index of the argument in the
+            replica's own program; None if the replica does not need it.
     """
 
     module: bytes
@@ -43,8 +43,8 @@ class MergedProgram:
 def merged(modules: Sequence[bytes]) -> MergedProgram:
     """Return a program that does on each replica what that replica's program does.
 
-    It has the instructions of all programs, those that are the same in several only once. Where the programs
-    meet, in a collective, and for the results, the replica's number selects which program's values count.
+    It has the instructions of all programs; an instruction that is the same in several appears once. Where
+    the programs meet, in a collective, and for the results, the replica's number selects whose values count.
 
     Args:
         modules: a serialised HloModuleProto for each replica.
@@ -55,6 +55,7 @@ def merged(modules: Sequence[bytes]) -> MergedProgram:
     programs = [hlo.parse_module(module) for module in modules]
     into = _Merging(programs)
     sources = [_Source(program, into) for program in programs]
+    # A collective has to be added once for all programs, so none may advance beyond it before the others.
     while True:
         for source in sources:
             source.advance()
@@ -81,6 +82,7 @@ class _Source:
             for computation in program.computations
             if computation.id == program.entry_computation_id
         )
+        # The root is a meeting too, wherever it is in the list: the results must be selected together.
         self.root_id = entry.root_id
         self._left = list(reversed(entry.instructions))
 
@@ -102,7 +104,9 @@ class _Source:
         return self._into.add_shared(self.form(instruction))
 
     def form(self, instruction: Instruction) -> Instruction:
-        """Return an instruction with the merged program's numbers, and without those that are its own."""
+        """Return an instruction with the merged program's numbers, without its own name, id and metadata."""
+        # Equal instructions must have equal forms. The metadata also names stack frames by numbers that mean
+        # nothing in another program.
         form = Instruction()
         form.CopyFrom(instruction)
         for name in ("name", "metadata", "id"):
@@ -128,6 +132,7 @@ class _Merging:
         self._programs = programs
         self._module = Module()
         self._module.CopyFrom(programs[0])
+        # These refer to parameters and stack frames of the first program by numbers that no longer hold.
         for name in ("computations", "input_output_alias", "buffer_donor", "stack_frame_index"):
             self._module.ClearField(name)
         self._entry = Computation(name="main")
@@ -137,7 +142,12 @@ class _Merging:
         self._computations: dict[bytes, int] = {}
 
     def add_parameters(self, program: Module) -> dict[int, int]:
-        """Return the merged program's parameter for each of a program's; those of a shape are shared."""
+        """Return the merged program's parameter for each of a program's.
+
+        Programs share parameters of the same shape.
+        """
+        # Programs have most parameters in common, in the same order, but a program may have more in between.
+        # With `autojunk`, the matcher would ignore shapes that occur often among many parameters.
         mine = [_key(parameter.shape) for parameter in self.parameters]
         shapes = list(program.host_program_shape.parameters)
         matcher = difflib.SequenceMatcher(None, mine, [_key(shape) for shape in shapes], autojunk=False)
@@ -156,6 +166,7 @@ class _Merging:
 
     def add_computations(self, program: Module) -> dict[int, int]:
         """Add what a program's instructions call; return the merged program's number of each computation."""
+        # A module lists each computation after those that it calls, so their numbers are known.
         numbers: dict[int, int] = {}
         for computation in program.computations:
             if computation.id == program.entry_computation_id:
@@ -169,6 +180,7 @@ class _Merging:
         return numbers
 
     def _import(self, computation: Computation, number: int) -> None:
+        # The ids of instructions are unique in the module. `_normal` has set those of called computations.
         made = self._module.computations.add()
         made.CopyFrom(computation)
         made.id, made.name = number, f"called.{number}"
@@ -202,12 +214,14 @@ class _Merging:
         roots = {
             instruction.id == source.root_id for instruction, source in zip(present, sources, strict=False)
         }
+        # Some programs have ended, or some are at their results while others are in a collective.
         if len(present) < len(ones) or len(roots) > 1:
             raise self._different()
         if present[0].opcode == "tuple" or hlo.is_collective(present[0]):
             forms = [source.form(instruction) for source, instruction in zip(sources, present, strict=True)]
             number = self._add_together(forms)
         else:
+            # A single result may come from different instructions, so each is added and the value selected.
             number = self._select(
                 [source.number(instruction) for source, instruction in zip(sources, present, strict=True)]
             )
@@ -217,7 +231,7 @@ class _Merging:
             self._entry.root_id = number
 
     def _add_together(self, forms: Sequence[Instruction]) -> int:
-        """Add an instruction each of whose operands is that of the replica's program."""
+        """Add an instruction whose operands are, on each replica, those of the replica's own program."""
         if len({_without_operands(form) for form in forms}) > 1:
             raise self._different()
         together = Instruction()
@@ -227,7 +241,7 @@ class _Merging:
         return self._add(together).id
 
     def _select(self, values: Sequence[int]) -> int:
-        """Return the number of the value that the replica's program has."""
+        """Return the number of an instruction that has, on each replica, the value of its own program."""
         chosen = values[0]
         for replica, value in enumerate(values):
             if value != values[0]:
@@ -241,11 +255,13 @@ class _Merging:
         scalar, flag = Shape(element_type=U32), Shape(element_type=hlo.PRED)
         constant = _made("constant", scalar)
         constant.literal.shape.CopyFrom(scalar)
+        # XLA refuses a literal without a layout, even a scalar's, which is empty.
         constant.literal.shape.layout.SetInParent()
         constant.literal.u32s.append(replica)
         mine = self.add_shared(_made("replica-id", scalar))
         same = _made("compare", flag, mine, self.add_shared(constant))
         same.comparison_direction = "EQ"
+        # A select takes a flag for each element.
         wide = Shape()
         wide.CopyFrom(shape)
         wide.element_type = hlo.PRED
@@ -275,6 +291,7 @@ class _Merging:
         shape.parameters.extend(parameter.shape for parameter in self.parameters)
         shape.parameter_names.extend(parameter.name for parameter in self.parameters)
         self._module.host_program_shape.CopyFrom(shape)
+        # The entry calls the other computations, so it is the last.
         self._module.computations.append(self._entry)
         self._module.entry_computation_id = self._entry.id
         taken = [{slot: number for number, slot in source.slots.items()} for source in sources]

@@ -45,7 +45,7 @@ class ProgramRecorder:
     def compiled(self, fingerprint: str, hlo: bytes, options: bytes) -> None:
         """Record a program that the calling thread is about to compile."""
         for suffix, data in ((HLO, hlo), (OPTIONS, options)):
-            # Another process may be writing the same file, or reading it.
+            # Another process may write the same file, or read it. A file appears complete when it is renamed.
             temporary = self._directory / f".{threading.get_native_id()}{suffix}"
             temporary.write_bytes(data)
             temporary.replace(self._directory / f"{fingerprint}{suffix}")
@@ -67,6 +67,7 @@ class ProgramRecorder:
             arrays: lists them.
         """
         line: dict[str, Any] = {"executed": fingerprint, "device": device, "in_use": in_use}
+        # The list is for the program's peak, which only an execution with more memory in use can be.
         if in_use > self._most.get((fingerprint, device), -1):
             self._most[fingerprint, device] = in_use
             counts = Counter(arrays())

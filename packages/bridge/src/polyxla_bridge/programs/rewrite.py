@@ -36,10 +36,10 @@ Source: DebugOptions in xla/xla.proto.
 """
 
 _STRICT = {"GE": "GT", "LE": "LT"}
-"""Comparisons that hold for equal numbers, and those that order the others alike."""
+"""Comparisons that hold for equal numbers, and the strict ones that order unequal numbers in the same way."""
 
 Rewrite = Callable[["Replacement"], None]
-"""Adds the instructions that replace one. The last gets the id of the original: its users need no change."""
+"""Adds the instructions that replace another. The last gets the original's id: its users need no change."""
 
 
 def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) -> bytes:
@@ -137,11 +137,13 @@ class _Rules:
             return _separate_indices
         if instruction.id in self.comparisons and instruction.comparison_direction in _STRICT:
             return _compare_strictly
+        # This comes before the packing of operands, which is for reductions that the client supports.
         if instruction.opcode == "all-reduce" and (combine := self._bitwise(instruction)):
             return partial(_gather_and_combine, combine, self._group_size(instruction))
         return None if self.is_partitioned else self._rewrite_for_replicas(instruction)
 
     def _takes_a_vector(self, instruction: Instruction) -> bool:
+        # Only a dynamic slice has operands behind its arrays. Indices that are separate already are scalars.
         has_indices = len(instruction.operand_ids) > _ARRAYS.get(
             instruction.opcode, len(instruction.operand_ids)
         )
@@ -183,7 +185,7 @@ class _FreshNumbers:
 
 
 class Replacement:
-    """The instructions that replace one, in the order of execution.
+    """The instructions that replace another, in the order of execution.
 
     Args:
         original: the instruction to replace.
@@ -236,6 +238,7 @@ class Replacement:
         instruction.channel_id = next(self._numbers.channels)
 
     def _append(self, made: Instruction, suffix: str, shape: Shape, operands: Sequence[int]) -> Instruction:
+        # The upper half of the id, which may be the computation's, stays.
         lower = next(self._numbers.lower)
         made.name, made.id = (
             f"{self.original.name}.{suffix}.{lower}",
@@ -255,7 +258,7 @@ def _separate_indices(replacement: Replacement) -> None:
     parts = [replacement.add_slice(one, vector, (i, i + 1)) for i in range(shape.dimensions[0])]
     indices = [replacement.add("reshape", number, [part.id]).id for part in parts]
     separate = replacement.add_copy("indices", original.shape, [*arrays, *indices])
-    # Its users need no change.
+    # The original's users need no change.
     separate.id = original.id
 
 
@@ -286,7 +289,7 @@ def _compare_strictly(replacement: Replacement) -> None:
     original = replacement.original
     strict = replacement.add_copy("strict", original.shape, original.operand_ids)
     strict.comparison_direction = _STRICT[original.comparison_direction]
-    # It is the computation's root.
+    # The computation names its root by this id.
     strict.id = original.id
 
 
@@ -298,7 +301,7 @@ def _reverse_kernel(replacement: Replacement) -> None:
     forwards = replacement.add_copy("forwards", original.shape, [image, backwards.id])
     for window in forwards.window.dimensions:
         window.window_reversal = False
-    # Its users need no change.
+    # The original's users need no change.
     forwards.id = original.id
 
 
@@ -337,6 +340,7 @@ def _gather_and_combine(combine: str, count: int, replacement: Replacement) -> N
     length = row.dimensions[0]
     one_row, table = _array(row, 1, length), _array(row, count, length)
     level = replacement.add("reshape", one_row, [joined])
+    # A copy keeps the groups and the channel of the all-reduce. Each replica of a group adds a row.
     gather = replacement.add_copy("gathered", table, [level.id])
     gather.opcode, gather.dimensions[:], gather.called_computation_ids[:] = "all-gather", [0], []
     total = 0
@@ -348,6 +352,7 @@ def _gather_and_combine(combine: str, count: int, replacement: Replacement) -> N
     if original.shape.tuple_shapes:
         replacement.add_tuple(results)
     else:
+        # The last instruction gives the only result its shape. The original's users need no change.
         replacement.instructions[-1].id = original.id
 
 
@@ -356,7 +361,7 @@ def _shapes(instruction: Instruction) -> list[Shape]:
 
 
 def _groups(instruction: Instruction) -> list[list[int]]:
-    """Return which operands of an all-reduce go together, by position; a large one stays alone."""
+    """Return which operands of an all-reduce go together, by position; a large operand stays alone."""
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
     for position, shape in enumerate(_shapes(instruction)):
         is_small = hlo.size_bytes(shape) <= PACKED_BYTES
@@ -365,9 +370,9 @@ def _groups(instruction: Instruction) -> list[list[int]]:
 
 
 def _joined(replacement: Replacement, group: Sequence[int], *, is_row: bool = False) -> tuple[int, Shape]:
-    """Add what concatenates operands to one row; return id and shape of the row.
+    """Add the instructions that concatenate operands to one row; return id and shape of the row.
 
-    A group of one operand needs no instruction, unless a row is asked for by `is_row`.
+    A single operand needs no instruction, unless `is_row` asks for a row.
     """
     original = replacement.original
     operands = [(original.operand_ids[position], _shapes(original)[position]) for position in group]
@@ -381,7 +386,7 @@ def _joined(replacement: Replacement, group: Sequence[int], *, is_row: bool = Fa
 
 
 def _split(replacement: Replacement, row: int, group: Sequence[int], *, is_row: bool = False) -> list[int]:
-    """Add what `_joined` needs to be undone; return the id of each operand's result."""
+    """Add the instructions that undo `_joined`; return the id of each operand's result."""
     if len(group) == 1 and not is_row:
         return [row]
     results = []
