@@ -29,6 +29,8 @@ class LoadedProgram:
         self._client, self._handle = client, handle
         # The client owns each handle before the next call, which may fail.
         client.own("LoadedExecutable_Destroy", handle)
+        # `__del__` reads this even if the call below fails: the client owns no handle 0.
+        self._executable = 0
         plugin = client.plugin
         self._executable = plugin.call("LoadedExecutable_GetExecutable", loaded_executable=handle).executable
         client.own("Executable_Destroy", self._executable)
