@@ -34,6 +34,7 @@ def no_attributes(bridge: Bridge, args: Any) -> None:
 
 @call("Client_Create")
 def client_create(bridge: Bridge, args: Any) -> None:
+    # torch_xla and JAX each create a client; the second gets a handle of its own for the same engine.
     bridge.start()
     args.client = bridge.handles.new(bridge)
     bridge.clients.add(args.client)
@@ -97,12 +98,14 @@ def client_lookup_addressable_device(bridge: Bridge, args: Any) -> None:
 
 @call("Client_AddressableMemories")
 def client_addressable_memories(bridge: Bridge, args: Any) -> None:
+    # Each device has one memory, and both have one handle.
     args.addressable_memories = address(bridge.local_array)
     args.num_addressable_memories = len(bridge.local)
 
 
 @call("Client_DefaultDeviceAssignment")
 def client_default_device_assignment(bridge: Bridge, args: Any) -> None:
+    # Replica i runs on device i: the engine numbers its devices by torch_xla's ordinals.
     count = args.default_assignment_size
     (ctypes.c_int * count).from_address(args.default_assignment)[:] = range(count)
 
@@ -114,12 +117,13 @@ def client_topology_description(bridge: Bridge, args: Any) -> None:
 
 @call("TopologyDescription_Destroy")
 def topology_destroy(bridge: Bridge, args: Any) -> None:
+    # The topology has the client's handle, which `Client_Destroy` releases.
     pass
 
 
 @call("TopologyDescription_GetDeviceDescriptions")
 def topology_device_descriptions(bridge: Bridge, args: Any) -> None:
-    # A device's handle is that of its description.
+    # A device and its description have the same handle.
     args.descriptions, args.num_descriptions = address(bridge.device_array), len(bridge.devices)
 
 
@@ -176,15 +180,16 @@ def device_addressable_memories(bridge: Bridge, args: Any) -> None:
 @call("Device_MemoryStats")
 def device_memory_stats(bridge: Bridge, args: Any) -> None:
     stats = bridge.engine.memory_stats(bridge.handles[args.device].device)
-    # XLA reads -1 where these are left out, and TorchTPU adds it to the bytes in use.
+    # Set both to 0: XLA reads an unset counter as -1, and TorchTPU adds that to the bytes in use.
     stats = {**stats, "bytes_reserved": 0, "peak_bytes_reserved": 0}
     counters: tuple[str, ...] = abi.DEVICE_STATS
+    # A caller of a later API, such as torch_tpu 0.2.0, reads one counter more; its struct is larger.
     if args.struct_size > ctypes.sizeof(abi.ARGS["Device_MemoryStats"]):
         args = abi.LaterMemoryStats.from_address(address(args))
         counters = (*counters, "peak_allocated_bytes")
         stats["peak_allocated_bytes"] = stats["peak_bytes_in_use"]
     args.bytes_in_use = stats["bytes_in_use"]
-    # The caller's struct is not cleared.
+    # Write every flag, because the caller does not clear its struct.
     for name in counters:
         setattr(args, name, stats.get(name, 0))
         setattr(args, f"{name}_is_set", name in stats)
@@ -236,6 +241,7 @@ def buffer_copy_to_memory(bridge: Bridge, args: Any) -> None:
 
 
 def _copy(bridge: Bridge, buffer: int, place: int) -> int:
+    # A buffer that was just uploaded may still be in C's queue, where the engine does not know it.
     bridge.drain()
     copy = bridge.engine.copy(bridge.buffer(buffer), bridge.handles[place].device)
     handle: int = bridge.make_buffers(place, [copy], ArrayTypes([copy.type]))[0]
@@ -253,6 +259,7 @@ def buffer_to_host_buffer(bridge: Bridge, args: Any) -> None:
     bridge.drain()
     buffer = bridge.buffer(args.src)
     length = math.prod(buffer.type.dims) * abi.width(buffer.type.dtype)
+    # A caller without memory asks for the size; it then calls again.
     if not args.dst:
         args.dst_size = length
         return

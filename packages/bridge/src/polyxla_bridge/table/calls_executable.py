@@ -17,8 +17,8 @@ from polyxla_bridge.table.calls_client import MEMORY_KIND
 from polyxla_bridge.table.handles import ArrayTypes, Bridge, address, array, call, read_array, text
 
 READERS: dict[str, Callable[[bytes], bytes]] = {"hlo": bytes, "mlir": compile_request.to_hlo}
-"""By format, what turns a program into a serialised HloModuleProto. torch_xla sends ``hlo``, JAX and TorchTPU
-send ``mlir``."""
+"""For each format, the function that turns a program into a serialised HloModuleProto. torch_xla sends
+``hlo``, JAX and TorchTPU send ``mlir``."""
 
 
 @call("Client_Compile")
@@ -35,6 +35,7 @@ def client_compile(bridge: Bridge, args: Any) -> None:
 
 @call("LoadedExecutable_GetExecutable")
 def loaded_get_executable(bridge: Bridge, args: Any) -> None:
+    # Both handles stand for one object, but the caller destroys each of them.
     args.executable = bridge.handles.new(bridge.handles[args.loaded_executable])
 
 
@@ -50,12 +51,13 @@ def executable_destroy(bridge: Bridge, args: Any) -> None:
 
 @call("LoadedExecutable_Delete")
 def loaded_delete(bridge: Bridge, args: Any) -> None:
-    # The memory is freed with the last handle; PJRT only requires that the program is not run any more.
+    # PJRT only forbids the caller to run the program again, so its memory is freed with the last handle.
     pass
 
 
 @call("LoadedExecutable_IsDeleted")
 def loaded_is_deleted(bridge: Bridge, args: Any) -> None:
+    # `LoadedExecutable_Delete` does nothing, so a program with a handle always exists.
     args.is_deleted = False
 
 
@@ -69,7 +71,7 @@ def _members(bridge: Bridge, executable: Executable) -> Any:
     """Return an array of the handles of this process's devices that run a program."""
     if not executable.devices:
         return bridge.local_array
-    # Kept, because C reads the array as long as the program exists.
+    # The executable keeps the array, because C reads it as long as the program exists.
     if "members" not in executable.native:
         runs_on = executable.runs_on
         executable.native["members"] = array(
@@ -145,7 +147,7 @@ class _Outputs(ArrayTypes):
 
 
 def _outputs(executable: Executable) -> _Outputs:
-    # Stored with the executable, because C reads the memory after the call.
+    # The executable keeps the arrays, because C reads them after the call.
     if "C" not in executable.native:
         executable.native["C"] = _Outputs(executable.outputs)
     outputs: _Outputs = executable.native["C"]
@@ -157,6 +159,7 @@ def executable_optimized_program(bridge: Bridge, args: Any) -> None:
     program = abi.Program.from_address(args.program)
     code = hlo.with_config(bridge.handles[args.executable].optimized_hlo)
     program.format, program.format_size = text("hlo_with_config")
+    # A caller without memory asks for the size; it then calls again.
     if not program.code:
         program.code_size = len(code)
         return
@@ -172,7 +175,7 @@ def executable_get_cost_analysis(bridge: Bridge, args: Any) -> None:
 def loaded_execute(bridge: Bridge, args: Any) -> None:
     executable = bridge.handles[args.executable]
     places = _places(bridge, executable, args)
-    # The arguments may still be in C's queue.
+    # An argument that was just uploaded may still be in C's queue, where `bridge.buffer` does not find it.
     bridge.drain()
     rows = [
         read_array(row, args.num_args, ctypes.c_void_p)
@@ -184,6 +187,7 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
     else:
         device = bridge.handles[places[0]].device
         results = [bridge.engine.execute(executable, device, buffers[0], _kept(args))]
+    # The engine marked the donated buffers when it queued the execution.
     for row, used in zip(rows, buffers, strict=True):
         _delete_donated(row, used)
     lists = read_array(args.output_lists, len(places), ctypes.c_void_p)
@@ -191,6 +195,7 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
         handles = bridge.make_buffers(place, outputs, _outputs(executable))
         ctypes.memmove(where, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
     if args.device_complete_events:
+        # All results of a device complete together, so its first result tells when the device is done.
         events = (ctypes.c_void_p * len(places)).from_address(args.device_complete_events)
         events[:] = [bridge.event(result[0].value if result else CompletedFuture()) for result in results]
 
@@ -228,7 +233,7 @@ def _kept(args: Any) -> frozenset[int]:
 
 
 def _delete_donated(handles: Sequence[int], buffers: Sequence[Buffer]) -> None:
-    """Delete the buffers that a program took for its results: torch_xla asks C whether they are deleted."""
+    """Mark the buffers that a program took for its results as deleted in C, which torch_xla asks."""
     for handle, buffer in zip(handles, buffers, strict=True):
         if buffer.is_deleted:
             native.LOCKED.polyxla_delete(handle)

@@ -1,7 +1,7 @@
 """Extensions of PJRT's function table: the profiler, and arrays that processes send each other.
 
-Without the profiler extension, torch_xla warns in every process, and ends a process that takes a profile: a
-framework's profile shows what the engine runs.
+Without the profiler extension, torch_xla warns in every process, and ends a process that takes a profile.
+With it, the framework's profile shows what the engine runs.
 
 TorchTPU's send and recv call the extension for cross-host transfers: the receiver makes a buffer, and passes
 its descriptor to the sender through the store of torch.distributed.
@@ -26,7 +26,7 @@ _log = logging.getLogger("polyxla.bridge")
 
 
 class Profiler:
-    """The extension. A process takes one profile at a time.
+    """The extension for profiles. A process takes one profile at a time.
 
     Args:
         bridge: its engine is profiled, if it has started.
@@ -46,6 +46,7 @@ class Profiler:
             }.items()
         }
         self._api = abi.ProfilerApi(struct_size=ctypes.sizeof(abi.ProfilerApi))
+        # `_guarded` never returns an error, so no caller has an error to read or destroy.
         for name in ("error_destroy", "error_message", "error_get_code", "destroy"):
             setattr(self._api, name, native.address("polyxla_nothing"))
         for name, callback in self._callbacks.items():
@@ -66,7 +67,7 @@ class Profiler:
             setattr(self._api, name, native.address("polyxla_nothing"))
 
     def _create(self, args: int) -> None:
-        # Any object but null.
+        # The caller only passes the pointer back, and there is one profile at a time: any address will do.
         abi.ProfilerCreate.from_address(args).profiler = self.address
 
     def _start(self, args: int) -> None:
@@ -90,7 +91,7 @@ def _guarded(function: Callable[[int], None]) -> Callable[[int], None]:
         try:
             function(args)
         except Exception:
-            # No exception may reach C, and no profile is worth the end of a training.
+            # No exception may reach C, and a failed profile must not end a training.
             _log.warning("the profile lacks the operations of the devices", exc_info=True)
 
     return entry
@@ -100,7 +101,7 @@ _Call = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 
 
 class CrossHost:
-    """The extension.
+    """The extension for arrays that processes send each other.
 
     Args:
         bridge: its engine moves the arrays.
@@ -170,6 +171,7 @@ class CrossHost:
         args = abi.CopyToRemoteDevice.from_address(pointer)
         (size,) = read_array(args.serialized_descriptor_size, 1, ctypes.c_size_t)
         (start,) = read_array(args.serialized_descriptor, 1, c_void_p)
+        # Copy the bytes before the destructor frees them.
         descriptor = ctypes.string_at(start, size)
         abi.DescriptorDestructor(args.descriptor_destructor)(
             args.serialized_descriptor, args.serialized_descriptor_size
@@ -180,10 +182,12 @@ class CrossHost:
             failure = sent.exception()
             error = self._bridge.error(failure) if failure else None
             on_done(error, failure is None, user_arg)
+            # The callback only reads the error, which stays this function's.
             if error:
                 destroy = abi.ARGS["Error_Destroy"](error=error)
                 native.UNLOCKED.PJRT_Error_Destroy(ctypes.byref(destroy))
 
+        # This function of the table returns no error, so a failure must go to the caller's callback.
         try:
             self._bridge.drain()
             sent = self._bridge.engine.send(self._bridge.buffer(args.buffer), descriptor)

@@ -26,7 +26,7 @@ Call = Callable[["Bridge", Any], None]
 """A function of the table: reads and fills its argument struct; an exception becomes a PJRT_Error."""
 
 CALLS: dict[str, Call] = {}
-"""The functions implemented in Python, by name. A function that exists nowhere answers UNIMPLEMENTED."""
+"""The functions implemented in Python, by name. Any other function that is not in C answers UNIMPLEMENTED."""
 
 
 def call(name: str) -> Callable[[Call], Call]:
@@ -44,6 +44,7 @@ class Handles:
 
     def __init__(self) -> None:
         self._objects: dict[int, Any] = {}
+        # No handle is 0, which C would take for a null pointer.
         self._numbers = itertools.count(16, 16)
 
     def new(self, value: Any) -> int:
@@ -65,7 +66,7 @@ class Handles:
 
 
 class DeviceHandle:
-    """A device. Its handle stands for its description and its only memory too: C tells them by type."""
+    """A device. Its handle also stands for its description and its only memory, which differ in type in C."""
 
     def __init__(self, handles: Handles, device: EngineDevice) -> None:
         self.device = device
@@ -83,7 +84,7 @@ def _attributes(device: EngineDevice) -> Any:
         return (NamedValue * 0)()
     *chip, core = device.place
     coordinates = array(chip, ctypes.c_int64)
-    # It lives as long as the process, as a device does.
+    # The attributes hold only its address, and C reads them as long as the process lives.
     _keep(coordinates)
     coords = _attribute(b"coords", NamedValueType.INT64_LIST, len(chip))
     coords.int64_array_value = address(coordinates)
@@ -131,7 +132,8 @@ class Bridge:
         self._torch_xla_done: Future[None] = Future()
         self._engine: Engine | None = None
         self._lock = threading.Lock()
-        # Reentrant: while it is held, the garbage collector may run a user's finaliser that reads a tensor.
+        # The lock is reentrant, because the garbage collector may run a user's finaliser while a thread holds
+        # it, and the finaliser may read a tensor.
         self._drain_lock = threading.RLock()
         self._drain_thread = threading.Thread(
             target=self._drain_until_stopped, name="polyxla-buffers", daemon=True
@@ -171,6 +173,7 @@ class Bridge:
         """
         if self._engine is None:
             return True
+        # The stopped queue ends the loop of the drain thread, which then waits for torch_xla.
         UNLOCKED.polyxla_stop()
         while wait([self._torch_xla_done], timeout_s).not_done:
             if not self._is_computing(self._engine):
@@ -183,11 +186,11 @@ class Bridge:
 
     @staticmethod
     def _is_computing(engine: Engine) -> bool:
-        """Return whether a device runs a program that needs no other device: it will end, however late."""
+        """Return whether a device runs a program that needs no other device, and so ends by itself."""
         return any(activity.program and not activity.collectives for activity in engine.activities())
 
     def stay(self, timeout_s: float) -> None:
-        """Wait at most so long until every replica of the job has returned."""
+        """Wait at most `timeout_s` seconds until every replica of the job has returned."""
         if self._engine is not None:
             self._engine.stay(timeout_s)
 
@@ -195,6 +198,7 @@ class Bridge:
         """Close the engine; a second call does nothing. The arguments are those of `Engine.close`."""
         with self._lock:
             engine, self._engine = self._engine, None
+        # Close without the lock: closing may take a minute, and a second call must not wait for it.
         if engine is not None:
             engine.close(timeout_s, others_s)
 
@@ -225,6 +229,7 @@ class Bridge:
         LOCKED.polyxla_outputs(place, len(buffers), types.numbers, types.ranks, types.dims, handles, events)
         # Results of one execution complete together: one callback completes all their events.
         together: dict[FutureLike, list[int]] = {}
+        # The zip is not strict, because an `array` has an element even if there are no buffers.
         for buffer, handle, event in zip(buffers, handles, events, strict=False):
             self._buffers[handle] = buffer
             together.setdefault(completion_of(buffer.value), []).append(event)
@@ -246,6 +251,8 @@ class Bridge:
     def drain(self) -> None:
         """Process C's queue: copy new buffers to their devices, release deleted ones."""
         record = Record()
+        # A record that another thread has taken is in `_buffers` once that thread releases the lock. So each
+        # caller finds every buffer that was queued before its call.
         with self._drain_lock:
             while LOCKED.polyxla_take(record):
                 if record.is_deleted:
@@ -256,7 +263,7 @@ class Bridge:
     def _drain_until_stopped(self) -> None:
         while UNLOCKED.polyxla_wait():
             self.drain()
-        # This thread does it, because no thread can be started while the interpreter shuts down.
+        # This thread waits for torch_xla, because no thread can be started while the interpreter shuts down.
         try:
             self._wait_for_torch_xla()
         except BaseException as error:
@@ -269,18 +276,20 @@ class Bridge:
         type_ = ArrayType(DTYPES[record.type], tuple(dims))
         device = self.handles[record.place].device
         data = host_memory(record.data, record.size)
+        # The engine may use C's memory as it is, so it is freed with the last reference to it.
         if record.size:
             weakref.finalize(data.obj, UNLOCKED.polyxla_free, record.data).atexit = False
         try:
             return self.engine.from_host(device, type_, data)
         except BaseException as error:
-            # torch_xla's call returned long ago: the error is raised where the array is used. The frames of
-            # its traceback would keep the data until then.
+            # torch_xla's call has returned, so the error is raised where the array is used. It gets no
+            # traceback, because the frames of one would keep the data until then.
             broken: Future[Any] = Future()
             broken.set_exception(error.with_traceback(None))
             return Buffer(type_, device, broken)
 
     def _delete(self, handle: int) -> None:
+        # Remove the entry first: once the reference is dropped, C may give a new buffer the same address.
         buffer = self._buffers.pop(handle)
         LOCKED.polyxla_drop(handle)
         # A framework may delete its buffers just before its client, while they are in the queue.
@@ -314,7 +323,7 @@ def text(value: str | bytes) -> tuple[int, int]:
 
 
 def _keep(value: Any) -> None:
-    """Keep a C object for ever: TorchTPU's threads outlive the interpreter, and still read."""
+    """Keep a C object for ever, because TorchTPU's threads outlive the interpreter and still read it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 

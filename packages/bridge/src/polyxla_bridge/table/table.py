@@ -20,7 +20,7 @@ from polyxla_bridge.table.handles import CALLS, Bridge, Call
 class CallRecord:
     """Names of functions that were called, each once, in a file for each process.
 
-    The functions in C are not among them: they are called in threads that must not wait for Python.
+    Functions in C are not recorded, because their threads must not wait for Python.
 
     Args:
         folder: where the files are; it exists.
@@ -32,7 +32,7 @@ class CallRecord:
 
     def add(self, name: str, is_missing: bool) -> None:
         """Record a call; `is_missing` says that the function was answered with "not implemented"."""
-        # A fork records for itself.
+        # The process id is part of the key, because a fork inherits the set but writes a file of its own.
         process = os.getpid()
         if (process, name) not in self._known:
             self._known.add((process, name))
@@ -66,6 +66,8 @@ class Table:
     def __init__(self, bridge: Bridge) -> None:
         self._cross_host = CrossHost(bridge, native.address("polyxla_host_memory"))
         self._profiler = Profiler(bridge, self._cross_host.address)
+        # The null pointers behind the table's end are for XLA's client in torch_tpu 0.2.0: it looks up
+        # functions there without asking for the version, and would call whatever it found.
         self.api = abi.LaterApi(struct_size=ctypes.sizeof(abi.Api), extension_start=self._profiler.address)
         self.api.pjrt_api_version = abi.ApiVersion(
             struct_size=ctypes.sizeof(abi.ApiVersion), major_version=abi.MAJOR, minor_version=abi.MINOR
@@ -80,7 +82,7 @@ class Table:
                 self._in_python[name] = type_(self._guarded(bridge, name, record))
                 address = ctypes.cast(self._in_python[name], ctypes.c_void_p).value
             setattr(self.api, name, address)
-        # Never freed, because C++ calls the table even after Python has freed all objects.
+        # The table is never freed, because C++ calls it even after Python has freed all objects.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def silence(self) -> None:
@@ -104,6 +106,8 @@ class Table:
             except BaseException as error:
                 # No exception may reach C: ctypes would print it and return an undefined value.
                 _log.debug("PJRT_%s failed", name, exc_info=True)
+                # The engine was closed under the framework's threads, so their calls fail. A thread that
+                # stops here cannot report such a failure before the process ends.
                 if self.holds_failures and threading.get_ident() != threading.main_thread().ident:
                     threading.Event().wait()
                 return bridge.error(error)
