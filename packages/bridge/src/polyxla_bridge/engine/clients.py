@@ -39,7 +39,7 @@ class Clients:
     Attributes:
         shares: the replicas of each process.
         local: this process's replicas.
-        global_ids: jaxlib's device id of each replica; not 0..N-1, since each client has a block of ids.
+        global_ids: jaxlib's device id of each replica; not 0..N-1, because each client has a block of ids.
         link: connection of the first local replica to the distributed runtime; None for a single replica.
 
     Raises:
@@ -57,6 +57,7 @@ class Clients:
             self.shares = {0: Share((0,), settings.places)}
             self._clients[0] = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1)
         else:
+            # gloo prints and polls as soon as the clients connect, so both calls come first.
             native.LOCKED.polyxla_drop_greetings()
             native.LOCKED.polyxla_let_gloo_nap()
             self._meet(timeout_s)
@@ -72,7 +73,7 @@ class Clients:
     def _meet(self, timeout_s: float) -> None:
         """Wait for all processes, and start the coordination service."""
         settings = self._settings
-        # Replicas of a single process end with it anyway.
+        # The replicas of a single process end together, so the service may run in that process.
         if settings.processes > 1 and settings.process == 0:
             self._service = CoordinationService(settings.coordinator, settings.replicas)
         try:
@@ -93,7 +94,7 @@ class Clients:
 
     def _connect(self, timeout_s: float) -> None:
         local = self.local
-        # All at once, because each client waits until every other one is connected.
+        # Each client connects on a thread of its own, because it waits until all others are connected.
         with ThreadPoolExecutor(len(local)) as pool:
             made = pool.map(lambda index: self._join(index, timeout_s), local)
             self._clients = dict(zip(local, made, strict=True))
@@ -105,6 +106,7 @@ class Clients:
             init_timeout=max(1, int(timeout_s)),
             # Between processes of one machine, compressing takes longer than sending.
             use_compression=False,
+            # `leave` shuts the connection down explicitly.
             shutdown_on_destruction=False,
         )
         link.connect()
@@ -148,7 +150,7 @@ class Clients:
 
     def _list(self, index: int, num_partitions: int, devices: Sequence[int]) -> Any:
         """Return the devices of a program, which jaxlib's arrays of its results name."""
-        # Partitions make one array together. An array of replicas is each replica's own.
+        # Partitions make one array together, but each replica has an array of its own.
         if num_partitions == 1:
             return _jax.DeviceList((self._device(index),))
         every = self._clients[index].devices()
@@ -165,6 +167,7 @@ class Clients:
 
     def leave(self, index: int) -> None:
         """Release one replica's device and its connection to the others."""
+        # The client comes first, because it was made with the connection.
         self._clients.pop(index, None)
         if index in self._links:
             self._links.pop(index).shutdown()
@@ -203,7 +206,8 @@ class LoadedProgram:
     ) -> None:
         self.data = data
         self._clients = clients
-        # Keep these attributes, not the executable: it refers to this object, and a cycle delays its release.
+        # This object keeps two attributes instead of the executable, which refers to it: a cycle would delay
+        # the release of the program.
         self._num_partitions, self._devices = executable.num_partitions, executable.devices
         self._compile_on = compile_on or self._load_on
         self._loaded = loaded
@@ -211,7 +215,7 @@ class LoadedProgram:
 
     def on(self, index: int) -> Any:
         """Return the program as loaded on one replica."""
-        # Checked again with the lock: replicas run on threads, and each loads the program once.
+        # Check again with the lock: replicas run on threads, and each must load the program only once.
         if index not in self._loaded:
             with self._lock:
                 if index not in self._loaded:

@@ -24,7 +24,7 @@ COMPILER_OPTIONS: dict[str, str | bool] = {**rewrite.CPU_OPTIONS, "xla_cpu_exper
 """XLA options that replace XLA's defaults and the framework's. With YNNPACK's kernels, a step of a small
 convnet took 1.2 times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
 COMPILER = f"jaxlib {version('jaxlib')}"
-"""What makes the programs, for their files."""
+"""Name and version of the compiler, for the files of its programs."""
 
 
 class Compiler(CompileOnce):
@@ -32,8 +32,8 @@ class Compiler(CompileOnce):
 
     Args:
         settings: of the job.
-        clients: jaxlib's, on which programs are loaded.
-        coordinator: by which processes agree who compiles; None in a job of one replica.
+        clients: jaxlib's clients, on which programs are loaded.
+        coordinator: decides which process compiles a program; None in a job of one replica.
         on_lookup: called for each program that this process needs, with whether the cache had it.
     """
 
@@ -55,7 +55,7 @@ class Compiler(CompileOnce):
 
     def compile_new(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         """Compile a program for all replicas, and load it on the first."""
-        # Called for their errors: dynamic shapes and kernels must be refused before the compilation.
+        # These refuse dynamic shapes and kernels before the compilation.
         hlo.results(hlo_module)
         hlo.check_kernels(hlo_module)
         compile_options = xla_client.CompileOptions.ParseFromString(options)
@@ -89,7 +89,7 @@ class Compiler(CompileOnce):
         first = self._first(executable.devices)
         loaded = {first: native}
         if options.num_partitions == 1 or _has_equal_parts(hlo_module, native):
-            # Serialise now: the first execution of a program that sorts resolves its comparator, which jaxlib
+            # Serialise the program now: its first execution resolves the comparator of a sort, which jaxlib
             # cannot serialise.
             return LoadedProgram(self._clients, executable, loaded, self._clients.serialize(first, native))
 
@@ -123,7 +123,7 @@ class Compiler(CompileOnce):
         # The order lists all replicas of the first partition, then those of the next.
         order = list(devices or range(self._settings.replicas))
         options.num_replicas = len(order) // partitions
-        # `arguments` has unpacked the tuple.
+        # `arguments.for_jaxlib` unpacks the tuple.
         options.parameter_is_tupled_arguments = False
         # jaxlib gives each client a block of ids.
         ids = np.array(self._clients.global_ids, dtype=np.int32)
@@ -163,7 +163,7 @@ def _has_equal_parts(hlo_module: bytes, native: Any) -> bool:
         if shardings and len(shardings) != len(arrays):
             return False
         for (_, dims), sharding in zip(arrays, shardings or (), strict=False):
-            # A last count without a dimension is of devices that have the same part.
+            # A count without a dimension, at the end, is the number of devices that have the same part.
             counts = sharding.tile_assignment_dimensions
             if any(size % count for size, count in zip(dims, counts, strict=False)):
                 return False

@@ -1,9 +1,9 @@
 """jaxlib's coordination service, in a process of its own.
 
-jaxlib ends every process whose connection to the service breaks, and prints C++ errors. In process 0, the
-service would end with that process, and all others with the service, before the cause can be reported. Its
-own process ends after the last process of the job. So any process may leave at any time, process 0 too, and
-waits for no other: one that has failed would wait for processes that wait for it.
+jaxlib ends every process whose connection to the service breaks, and prints C++ errors. A service in process
+0 would end with that process, and all others would end before the cause can be reported. The service's own
+process ends after the last process of the job. So any process, even process 0, may leave at any time and
+waits for no other: a process that has failed would otherwise wait for processes that wait for it.
 
 The service's process imports jaxlib while the processes of the job start. It is a fresh Python, because
 process 0 may have threads of gRPC, which do not survive a fork.
@@ -30,7 +30,7 @@ START_TIMEOUT_S = 60.0
 _MAIN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
 _START, _READY = b"s", b"r"
 _MOST_PEERS = 253
-"""The kernel passes so many descriptors in one message. Source: ``SCM_MAX_FD`` in Linux's net/scm.h."""
+"""Most descriptors that the kernel passes in one message. Source: ``SCM_MAX_FD`` in Linux's net/scm.h."""
 _KEEPALIVE = (
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 20),
@@ -57,12 +57,12 @@ class CoordinationService:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", main, json.dumps(sys.path), address, *numbers],
                 pass_fds=[theirs.fileno()],
-                # Readers of this process's output need not wait for the end of the service.
+                # The service may end after the job, and readers of the job's output must not wait for it.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # Ctrl-C in a terminal, or torchrun, signals all processes of a group. Those of the job still
-                # need the service while they end.
+                # Ctrl-C in a terminal, or torchrun, signals all processes of a group. The job's processes
+                # still need the service while they end.
                 start_new_session=True,
             )
 
@@ -78,9 +78,9 @@ class CoordinationService:
         """
         self._pipe.settimeout(START_TIMEOUT_S)
         try:
-            # It forks the service, which may outlive this process.
+            # The started process only forks the service, which may outlive this process, and exits.
             self._process.wait(START_TIMEOUT_S)
-            # If it has ended already, its reason is in the pipe.
+            # If the service has ended already, the reason is in the pipe.
             with suppress(BrokenPipeError):
                 self._send(peers)
             answer = self._pipe.recv(4096)
@@ -123,7 +123,7 @@ def main() -> None:
             peers = _receive(pipe)
             if peers is None:
                 return
-            # jaxlib may crash where it cannot listen.
+            # Try the port first, because jaxlib may crash if it cannot listen.
             host, _, port = address.rpartition(":")
             socket.create_server((host, int(port))).close()
             # `recoverable`: a client that leaves waits for no other, and one that dies ends no other.
@@ -166,7 +166,7 @@ def _wait_for(connections: Sequence[socket.socket]) -> None:
 
 def _read(connection: socket.socket) -> bytes:
     """Wait until something arrives, or the connection is closed; return what has arrived."""
-    # Process 0 has the same sockets, and its timeouts make them non-blocking in this process, too.
+    # Process 0 has the same sockets, and its timeouts also make them non-blocking in this process.
     select.select([connection], [], [])
     try:
         return connection.recv(4096, socket.MSG_DONTWAIT)

@@ -13,7 +13,7 @@ from polyxla_bridge.engine.engine import DeviceActivity
 from polyxla_bridge.engine.futures import Outcome, complete
 
 _Running = tuple[str | None, tuple[str, ...], frozenset[frozenset[int]], float]
-"""The running program, its collectives, the groups that meet in them, and since when."""
+"""The running program, its collectives, the groups that meet in them, and the time of its start."""
 
 
 class DeviceThread:
@@ -26,8 +26,9 @@ class DeviceThread:
     def __init__(self, device: int) -> None:
         self._device = device
         self._tasks: queue.SimpleQueue[tuple[Outcome, Callable[[], Any]] | None] = queue.SimpleQueue()
-        # One tuple that is replaced, never changed: other threads read it without a lock.
+        # The tuple is replaced as a whole, because other threads read it without a lock.
         self._running: _Running = (None, (), frozenset(), time.monotonic())
+        # A thread that waits in a collective cannot be ended, so it must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"polyxla-device-{device}", daemon=True)
         self._thread.start()
 
@@ -59,7 +60,7 @@ class DeviceThread:
             complete(done, task)
             if self._running[0] is not None:
                 self._running = (None, (), frozenset(), time.monotonic())
-            # Otherwise this frame would keep the last results alive until the next task.
+            # While the thread waits for the next task, its frame must not keep the last results alive.
             del item, done, task
 
     def close(self, timeout_s: float) -> None:

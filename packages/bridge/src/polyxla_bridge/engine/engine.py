@@ -56,6 +56,7 @@ class Buffer:
 
     def give_up(self, reason: str) -> None:
         """Release the array. Reading it raises an error with the first `reason` that was given."""
+        # The bridge also deletes a buffer that was donated; only the first reason says what happened.
         if not self.is_deleted:
             self.is_deleted = True
             self.value = DeletedFuture(reason, self.type)
@@ -90,7 +91,7 @@ class Engine(ABC):
     """Compiles and runs XLA programs on devices. Any thread may call any method.
 
     Only `compile`, `deserialize`, `finish` and `close` block. All other methods return at once: an array may
-    still be in the making, and an error is raised where the array is read.
+    not be computed yet, and an error is raised where the array is read.
 
     Attributes:
         platform: platform name reported to torch_xla, ``CPU`` or ``TPU``.
@@ -155,8 +156,8 @@ class Engine(ABC):
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Bring dense row-major bytes to a device.
 
-        The engine may use the memory of `data` itself, or read it later. So nothing may change it as long as
-        the engine refers to it.
+        The engine may use the memory of `data` itself, or read it later. So nothing may change the bytes as
+        long as the engine refers to them.
         """
 
     @abstractmethod
@@ -244,7 +245,7 @@ class Engine(ABC):
         """Wait at most `timeout_s` seconds for the queued work; return whether it is done."""
 
     def unfinished(self, seconds: float) -> PjrtError:
-        """Return the error for work that had not ended when `close` had waited so long."""
+        """Return the error for work that had not ended when `close` had waited for `seconds`."""
         where = "; ".join(str(activity) for activity in self.activities())
         return PjrtError(
             Code.DEADLINE_EXCEEDED,
@@ -254,8 +255,9 @@ class Engine(ABC):
     def stay(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds until every replica of the job has returned, as those here have.
 
-        A replica that waits for one of this process can report that only while the process exists: then its
-        collective fails because a connection was closed. Engines whose clients live elsewhere do nothing.
+        A replica that waits for a replica of this process can report that only while the process exists.
+        After that, its collective fails with an error about a closed connection. Engines whose clients are in
+        another process do nothing.
         """
         return
 

@@ -68,8 +68,8 @@ class GroupedFuture:
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
         """Call `fn` with this future when the group is done."""
-        # A Future never drops its callbacks: a callback that still referenced this object would keep its
-        # array alive.
+        # A Future never drops its callbacks, so the callback pops its reference to this object. Otherwise it
+        # would keep the array alive.
         reference = [self]
         self.group.add_done_callback(lambda _: fn(reference.pop()))
 
@@ -132,7 +132,7 @@ def set_values(futures: Sequence[GroupedFuture], values: Sequence[Any]) -> None:
 
 
 def completion_of(future: FutureLike) -> FutureLike:
-    """Return the future that completes with this one; members of a group share it."""
+    """Return the future that completes together with `future`; members of a group share it."""
     return future.group if isinstance(future, GroupedFuture) else future
 
 
@@ -140,6 +140,7 @@ def complete(future: Outcome, task: Callable[[], Any]) -> None:
     """Run a task, and complete a future with its result or its error."""
     try:
         result = task()
+    # The thread must survive whatever the task raises: other tasks are queued behind it.
     except BaseException as error:
         future.set_exception(error)
     else:
@@ -150,6 +151,7 @@ def then(first: FutureLike, follow: Callable[[Any], None], done: Future[Any]) ->
     """Call `follow` with a future's value, on the thread that completes it; an error goes to `done`."""
 
     def pass_on(first: FutureLike) -> None:
+        # A Future only logs what a callback raises, and then nothing would complete `done`.
         try:
             follow(first.result())
         except BaseException as error:

@@ -45,7 +45,7 @@ from polyxla_bridge.transfers import Transfers
 _log = logging.getLogger("polyxla.bridge")
 
 _STAY_POLL_S = 0.1
-"""Time between two looks at which replicas have returned, in seconds."""
+"""Interval between two checks of which replicas have returned, in seconds."""
 
 
 class JaxEngine(Engine):
@@ -60,6 +60,7 @@ class JaxEngine(Engine):
     """
 
     def __init__(self, settings: BridgeSettings, on_lookup: Callable[[bool], None] | None = None) -> None:
+        # Without it, jax would make 32-bit arrays of int64 and float64.
         jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
         self.platform = settings.platform
         self.process_index = settings.process
@@ -69,13 +70,13 @@ class JaxEngine(Engine):
         self.devices = self._devices()
         local = self._clients.local
         self._threads = {index: DeviceThread(index) for index in local}
-        # Each replica of the machine may use an equal part of its memory.
+        # The replicas share the memory of their machine equally.
         each = settings.memory_bytes or memory_accounting.machine_bytes() // settings.replicas
         self._accounts = {
             index: memory_accounting.MemoryAccount(each, settings.is_memory_limited) for index in local
         }
         self._profile: Profile | None = None
-        # Held while one execution is queued on several devices.
+        # `execute_partitioned` holds the lock while it queues one execution on several devices.
         self._order = threading.Lock()
         self._is_closed = False
         self._transfers = Transfers(
@@ -89,6 +90,7 @@ class JaxEngine(Engine):
             self._agreement = Agreement(self._clients.link, settings)
             self._coordinator = CompileCoordinator(self._clients.link, settings.process, settings.secret)
         self._compiler = Compiler(settings, self._clients, self._coordinator, on_lookup)
+        # The watchdog comes last, because its thread calls the engine as soon as it starts.
         if self._coordinator is not None:
             self._watchdog = StallWatchdog(
                 self, self._coordinator, lambda: self._compiler.is_compiling, settings.stall_timeout_s
@@ -121,6 +123,7 @@ class JaxEngine(Engine):
         """
         try:
             executable = self._compiler.compile(hlo_module, options)
+            # All replicas have the same limit, so one account stands for all.
             self._accounts[self._clients.local[0]].check(executable.native["memory"], executable.name)
         except Exception as error:
             keep_first(error)
@@ -175,13 +178,13 @@ class JaxEngine(Engine):
         outputs = [
             Buffer(type_, device, result) for type_, result in zip(executable.outputs, results, strict=True)
         ]
-        # Read now: `give_up` below replaces the values of donated arguments.
+        # Read the values now, because `give_up` below replaces those of donated arguments.
         values = [argument.value for argument in arguments]
         # The program would donate these; `_run` makes jaxlib copy them.
         protected = executable.native["donated"] & keep
 
         def run() -> None:
-            # If another device cannot run its part, this one would wait for it in a collective.
+            # If an argument of another device failed, that device never joins the collectives of this one.
             for argument in inputs:
                 argument.result()
             set_values(results, self._run(executable, device.index, values, protected))
@@ -205,6 +208,7 @@ class JaxEngine(Engine):
             raise
         del views
         account = self._accounts[index]
+        # Only jaxlib knows whether it took an argument's memory or copied it.
         for number in executable.native["donated"]:
             if arguments[number].is_deleted():
                 account.take(arguments[number])
@@ -225,6 +229,7 @@ class JaxEngine(Engine):
             # An error of the computation itself is raised here, not by the call above.
             _jax.batched_block_until_ready(arrays)
             return arrays
+        # From here on, `_run` counts the results as arrays, and the temporary arrays no longer exist.
         finally:
             account.release(own)
 
@@ -237,7 +242,7 @@ class JaxEngine(Engine):
             raise
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
-        """Use aligned memory as it is, and copy other."""
+        """Use the memory as it is if it is aligned, and copy the bytes otherwise."""
         host = np.frombuffer(data, numpy_dtype(type_.dtype), math.prod(type_.dims)).reshape(type_.dims)
         return Buffer(type_, device, CompletedFuture(self._put(device.index, host)))
 
@@ -264,8 +269,8 @@ class JaxEngine(Engine):
         done: Future[Any] = Future()
 
         def look(array: Any) -> None:
-            # This runs on the device's thread, before a later program can reuse the memory: jaxlib does not
-            # donate an array while numpy has a view of it.
+            # This runs on the device's thread before a later program can reuse the memory. Once numpy has a
+            # view of the array, jaxlib does not donate it.
             host = np.asarray(array)
             self._readers.submit(complete, done, lambda: use(host))
 
@@ -292,7 +297,7 @@ class JaxEngine(Engine):
         def send(data: memoryview) -> None:
             self._watch(sent, buffer.device, "send", "the recv of another")
             task = functools.partial(self._transfers.send, buffer.type, data, descriptor)
-            # Each on a thread of its own: the receiver may first wait for another array of this process.
+            # Each array has a thread of its own, because the receiver may first wait for another array.
             threading.Thread(
                 target=complete, args=(sent, task), name="polyxla-transfers", daemon=True
             ).start()
@@ -306,6 +311,7 @@ class JaxEngine(Engine):
 
     def delete(self, buffer: Buffer) -> None:
         """Release the array; executions that are already queued still use it."""
+        # A queued execution has the array's future, which `give_up` does not touch.
         buffer.give_up("was deleted")
         _free_host_memory()
 
@@ -318,7 +324,7 @@ class JaxEngine(Engine):
         return self._compiler.deserialize(data)
 
     def temporary_bytes(self, executable: Executable) -> int:
-        """Return what XLA has found."""
+        """Return the size that XLA's compiler has found."""
         needs: memory_accounting.MemoryNeeds = executable.native["memory"]
         return needs.temporary
 
@@ -380,13 +386,16 @@ class JaxEngine(Engine):
             if self._is_closed:
                 return
             self._is_closed = True
+        # Each replica publishes its return when its own work is done, not when that of all replicas here is.
         for index in self._threads:
             self.retire(index)
         unfinished = not self.finish(timeout_s)
         if unfinished and self._coordinator is not None:
-            # What is queued may wait for the other processes, which need not wait for this one.
+            # The queued programs may wait for other processes, which need not wait for this one. So publish
+            # ahead of the queue.
             for index in self._threads:
                 self._coordinator.retire(index)
+        # Until here the watchdog could still report that a queued program is stuck.
         if self._watchdog is not None:
             self._watchdog.close()
         self._transfers.close()
@@ -398,7 +407,7 @@ class JaxEngine(Engine):
             _log.info("%s", self.cache)
         if others_s:
             self._clients.wait_for_others(others_s)
-        # The existing threads do it, because no thread can be started while the interpreter shuts down.
+        # The existing threads leave, because no thread can be started while the interpreter shuts down.
         leaving = [thread.run(self._clients.leave, index) for index, thread in self._threads.items()]
         _, late = wait(leaving, FINISH_TIMEOUT_S)
         for thread in self._threads.values():

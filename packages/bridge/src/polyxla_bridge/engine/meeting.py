@@ -18,10 +18,10 @@ from polyxla_bridge.programs.executable import ArrayType, Executable
 
 @dataclass(frozen=True)
 class Part:
-    """What one device adds.
+    """What one device contributes to a start.
 
     Attributes:
-        executable: the program that it is to run.
+        executable: the program that the device is to run.
         arguments: the program's arguments.
         keep: indices of arguments that must not be donated.
     """
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Started:
-    """What one device gets.
+    """What one device gets from a start.
 
     Attributes:
         results: the program's, not computed yet.
@@ -49,7 +49,7 @@ Start = Callable[[dict[int, Part]], dict[int, Started]]
 
 
 class Meeting:
-    """The devices' threads meet here; the last to come starts the program for all.
+    """The devices' threads meet here; the last thread that arrives starts the program for all.
 
     Args:
         devices: indices of the devices.
@@ -68,7 +68,7 @@ class Meeting:
     def join(self, device: int, part: Part) -> Started:
         """Wait until all devices have come and the program has started; return this device's share.
 
-        How long the others take is for the watchdog to judge; `give_up` ends the wait.
+        The wait has no deadline of its own: the watchdog reports a stall, and `give_up` ends the wait.
 
         Raises:
             Exception: the program did not start, or another device called `give_up`.
@@ -77,6 +77,7 @@ class Meeting:
             self._parts[device] = part
             self._missing.discard(device)
             is_last = not self._missing and not self._is_over.is_set()
+        # Start without the lock, which `give_up` takes.
         if is_last:
             try:
                 self._started = self._start(self._parts)
@@ -93,13 +94,14 @@ class Meeting:
     def give_up(self, error: BaseException) -> None:
         """Raise an error in the threads that wait, and in those that are still to come."""
         with self._lock:
+            # Threads that have their results keep them, and later errors only follow from the first.
             if not self._is_over.is_set():
                 self._error = error
                 self._is_over.set()
 
 
 class Meetings:
-    """The meetings of devices whose threads each run a program by itself: the n-th of each meet.
+    """The meetings of devices that get their programs separately: the n-th programs of all devices meet.
 
     Args:
         devices: indices of the devices.
@@ -120,6 +122,7 @@ class Meetings:
             meeting, expected = self._open.setdefault(
                 number, (Meeting(self._devices, self._start), set(self._devices))
             )
+            # Once every device has the meeting, their queued tasks keep it alive.
             expected.discard(device)
             if not expected:
                 del self._open[number]
@@ -151,11 +154,11 @@ class JointStart:
         """Start the devices' programs, as one if they differ; return each device's share."""
         joint = self._compiler.join([parts[index].executable for index in sorted(parts)])
         program: PluginProgram = joint.executable.native["program"]
-        # A program numbers its devices in an order of its own.
+        # The program has its own order of the devices, in which it takes its arguments.
         order = [self._indices[handle] for handle in program.loaded.devices]
         rows = [self._arguments(joint, index, parts[index].arguments) for index in order]
         kept: frozenset[int] = frozenset().union(*(part.keep for part in parts.values()))
-        # A joint program takes no memory of its arguments, which have other numbers.
+        # The indices to keep are those of the devices' own programs, and a joint program donates nothing.
         keep = frozenset() if joint.arguments else kept
         results, ends = program.loaded.launch(rows, program.sizes, keep, None)
         return {index: Started(row, end) for index, row, end in zip(order, results, ends, strict=True)}
@@ -171,7 +174,7 @@ class JointStart:
         ]
 
     def _zero(self, index: int, type_: ArrayType) -> DeviceArray:
-        """Return an array for an argument that does not matter."""
+        """Return an array for an argument that the device's own program does not have."""
         if (index, type_) not in self._zeros:
             data = memoryview(bytearray(type_.size_bytes))
             device = self._client.devices[index]

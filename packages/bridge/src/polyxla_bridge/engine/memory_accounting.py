@@ -25,9 +25,9 @@ class MemoryNeeds(NamedTuple):
     """Memory that a program needs on one device, in bytes.
 
     Attributes:
-        arguments: of the arguments.
-        results: of the results that do not reuse an argument's memory.
-        temporary: of the arrays that exist only while the program runs.
+        arguments: size of the arguments.
+        results: size of the results that do not reuse an argument's memory.
+        temporary: size of the arrays that exist only while the program runs.
     """
 
     arguments: int
@@ -36,13 +36,13 @@ class MemoryNeeds(NamedTuple):
 
     @classmethod
     def from_xla(cls, stats: Any, results: int) -> MemoryNeeds:
-        """Read what XLA has found.
+        """Read the statistics of XLA's compiler.
 
         Args:
             stats: jaxlib's ``CompiledMemoryStats``, or ``PJRT_Executable_GetCompiledMemoryStats_Args``.
             results: number of results.
         """
-        # A tuple of results has a table of pointers, which a device does not hold.
+        # XLA counts a table of pointers for a tuple of results, which the device does not hold.
         table = 8 * results if results > 1 else 0
         return cls(
             stats.argument_size_in_bytes,
@@ -61,7 +61,7 @@ class MemoryAccount:
 
     Args:
         limit_bytes: memory that the device has.
-        is_enforced: whether what needs more is refused; otherwise the limit is only reported.
+        is_enforced: whether the limit is enforced; otherwise it is only reported.
     """
 
     def __init__(self, limit_bytes: int, is_enforced: bool = False) -> None:
@@ -75,11 +75,11 @@ class MemoryAccount:
         self._freed: deque[int] = deque()
 
     def reserve(self, size: int, what: str) -> None:
-        """Keep memory for what is about to be made; call `release` when it is made, or failed.
+        """Reserve memory for an array or a program; call `release` once it exists, or has failed.
 
         Args:
             size: in bytes.
-            what: is about to be made, for the error.
+            what: names the array or program in the error.
 
         Raises:
             PjrtError: the limit is enforced, and less than `size` is free.
@@ -92,6 +92,7 @@ class MemoryAccount:
                     f"{what} needs {size:,} bytes of memory, but of the device's {self._limit_bytes:,} bytes "
                     f"{self._in_use:,} are in use ({POLYXLA_DEVICE_MEMORY} sets the limit)",
                 )
+            # `_free` may run inside any call, so it cannot wake a thread that waits here.
             time.sleep(0.001)
 
     def _reserve(self, size: int) -> bool:
@@ -101,11 +102,12 @@ class MemoryAccount:
             if self._is_enforced and total > self._limit_bytes:
                 return False
             self._reserved += size
+            # The peak includes reserved memory: a program's temporary arrays are never in `_in_use`.
             self._peak = max(self._peak, total)
             return True
 
     def release(self, size: int) -> None:
-        """Give back what `reserve` kept."""
+        """Release memory that `reserve` has reserved."""
         with self._lock:
             self._reserved -= size
 
@@ -114,8 +116,8 @@ class MemoryAccount:
 
         Args:
             size: in bytes.
-            what: is made, for the error.
-            make: makes it.
+            what: names the array in the error.
+            make: makes the array.
 
         Raises:
             PjrtError: the limit is enforced, and less than `size` is free.
@@ -129,7 +131,7 @@ class MemoryAccount:
         return array
 
     def check(self, needs: MemoryNeeds, program: str) -> None:
-        """Raise an error for a program that needs more memory than the device has, with nothing else on it.
+        """Refuse a program that needs more memory than the whole device has.
 
         Raises:
             PjrtError: the limit is enforced, and the program needs more.
@@ -148,6 +150,7 @@ class MemoryAccount:
             self._settle()
             for array in arrays:
                 size = array.on_device_size_in_bytes()
+                # A callback gets only the weak reference, which therefore carries the array's key and size.
                 entry = _Entry(array, self._free)
                 entry.key, entry.size = id(array), size
                 self._live[entry.key] = entry
@@ -158,12 +161,13 @@ class MemoryAccount:
 
     def take(self, array: Any) -> None:
         """Stop counting an array whose memory was donated to another one."""
+        # The object of a donated array may outlive its memory, and would count until its end.
         entry = self._live.pop(id(array), None)
         if entry is not None:
             self._freed.append(entry.size)
 
     def _free(self, entry: Any) -> None:
-        # A donated array never gets here: `take` dropped its weak reference, and the callback with it.
+        # This never runs for a donated array, because `take` dropped its weak reference with the callback.
         del self._live[entry.key]
         self._freed.append(entry.size)
 
@@ -173,12 +177,13 @@ class MemoryAccount:
 
     def arrays(self) -> list[Any]:
         """Return the live arrays."""
+        # Another thread may free an array at any time, so this iterates over a copy of the values.
         with self._lock:
             found = [entry() for entry in list(self._live.values())]
         return [array for array in found if array is not None]
 
     def reset_peak(self) -> None:
-        """Begin the peak anew at the bytes in use."""
+        """Restart the peak at the bytes in use."""
         with self._lock:
             self._settle()
             self._peak = self._in_use
@@ -204,6 +209,7 @@ class _Entry(weakref.ref[Any]):
 
 def machine_bytes(limit: Path = _CGROUP_LIMIT) -> int:
     """Return the memory of this machine, or the limit of its container if that is lower."""
+    # The file contains "max" if the container has no limit.
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     text = limit.read_text().strip() if limit.exists() else "max"
     return min(whole, int(text)) if text.isdecimal() else whole

@@ -53,6 +53,7 @@ def by_coordinates(places: Mapping[int, Sequence[Coordinates]]) -> Shares:
         words of the error are libtpu's.
     """
     every = sorted((place for of_one in places.values() for place in of_one), key=_order)
+    # In the sorted list, equal places are neighbours.
     if twice := [place for place, following in itertools.pairwise(every) if place == following]:
         x, y, z, _ = twice[0]
         raise PjrtError(
@@ -75,8 +76,8 @@ def _order(place: Coordinates) -> Coordinates:
 def in_program(numbers: Sequence[int], replicas: int, local: Sequence[int]) -> tuple[int, ...]:
     """Return a program's devices, in the order of its own numbers of replicas and partitions.
 
-    JAX and TorchTPU also compile for one device, and a TPU node has jobs on some of its cores. For a group of
-    every other device, TorchTPU numbers them so that the group's are next to each other.
+    JAX and TorchTPU also compile for a single device, and a TPU node has jobs on some of its cores. For a
+    group of every other device, TorchTPU numbers the devices so that those of the group are neighbours.
 
     Args:
         numbers: the devices that the program's options name; empty for all, in their order.
@@ -90,6 +91,7 @@ def in_program(numbers: Sequence[int], replicas: int, local: Sequence[int]) -> t
         PjrtError: the program is for some devices, and another process has one of them.
     """
     every = range(replicas)
+    # A program for all devices may list them in any order.
     if set(numbers) != set(every) and not set(numbers) <= set(local):
         raise PjrtError(
             Code.UNIMPLEMENTED,

@@ -70,12 +70,13 @@ class PjrtEngine(Engine):
         self._compiler = PluginCompiler(self._settings, self._client, on_lookup)
         self._joint_start = JointStart(self._client, self._compiler)
         self._meetings = Meetings(local, self._joint_start)
-        # Held while one execution is queued on several devices.
+        # `execute_partitioned` holds the lock while it queues one execution on several devices.
         self._order = threading.Lock()
         self._is_closed = False
         self._accounts = self._make_accounts(local)
         self._progress = progress or OwnProgress()
         self._watchdog: StallWatchdog | None = None
+        # The watchdog comes last, because its thread calls the engine as soon as it starts.
         if len(self.devices) > 1 and (progress or len(self.devices) == len(local)):
             self._watchdog = StallWatchdog(self, self._progress, self._is_busy, settings.stall_timeout_s)
 
@@ -85,11 +86,12 @@ class PjrtEngine(Engine):
         Only a CPU shows whether a program computes or waits in a collective. An accelerator's program
         computes if no other replica is missing.
         """
+        # Exchange even while this process compiles, because the others need to know what its devices do.
         all_work = self._progress.exchange(all(activity.program for activity in self.activities()))
         return self._compiler.is_compiling or (all_work and self._client.platform != CPU)
 
     def _make_accounts(self, local: Sequence[int]) -> dict[int, memory_accounting.MemoryAccount]:
-        """Return what counts the memory of each device, and limits it, if the plugin does not."""
+        """Return an account for the memory of each device; none if the plugin counts the memory itself."""
         if self._client.memory_stats(self._client.devices[local[0]]) is not None:
             return {}
         settings = self._settings
@@ -175,11 +177,12 @@ class PjrtEngine(Engine):
         outputs = [
             Buffer(type_, device, result) for type_, result in zip(executable.outputs, results, strict=True)
         ]
-        # Read now: `give_up` below replaces the values of donated arguments.
+        # Read the values now, because `give_up` below replaces those of donated arguments.
         values = [argument.value for argument in arguments]
 
         def start() -> None:
             started = self._start(executable, device.index, values, keep, meeting)
+            # The values must be set before `_end`, which may complete `done` at once.
             set_values(results, started.results)
             self._end(executable, device.index, started.end, done)
 
@@ -201,10 +204,12 @@ class PjrtEngine(Engine):
         try:
             executable.check_count(len(values))
             arrays = [_array(value) for value in values]
+            # The thread may wait in the meeting, which the watchdog must see.
             self._starting[index].enter(executable.name, program.collectives, program.groups)
             return self._launch(index, Part(executable, arrays, keep), meeting)
         except BaseException as error:
             keep_first(error)
+            # The program starts on all devices or on none, so the threads of the others must not wait.
             if meeting is not None:
                 meeting.give_up(error)
             raise
@@ -215,11 +220,12 @@ class PjrtEngine(Engine):
         if account is None:
             return self._launch_uncounted(index, part, meeting)
         program: PluginProgram = part.executable.native["program"]
-        # The plugin copies what the program reuses and must not.
+        # The plugin copies an argument that the program would reuse, but must keep.
         copied = sum(part.arguments[number].size for number in program.donated & part.keep)
         size = program.memory.own + copied
         if self._settings.is_memory_limited:
-            # A device runs one program at a time: the temporary arrays of the last one are free by then.
+            # A device runs one program at a time, so the temporary arrays of the last program may share their
+            # memory with those of this one. Wait until they are no longer counted.
             self._ending[index].run(int).result()
         account.reserve(size, f"program {part.executable.name}")
         try:
@@ -227,6 +233,7 @@ class PjrtEngine(Engine):
         except BaseException:
             account.release(size)
             raise
+        # The results are counted as arrays from here on; `_end` releases the rest.
         account.release(size - program.memory.temporary)
         for number in program.donated - part.keep:
             account.take(part.arguments[number])
@@ -253,7 +260,7 @@ class PjrtEngine(Engine):
                 if account is not None:
                     account.release(program.memory.temporary)
 
-        # A short program on a CPU has often ended already, and needs no other thread.
+        # A short program on a CPU has often ended already, and then needs no other thread.
         if end.is_ready:
             complete(done, wait_for_end)
             return
@@ -298,6 +305,7 @@ class PjrtEngine(Engine):
                 arrived.wait()
                 return view
 
+            # The calling thread may start a device's programs, so a read that is not ready waits elsewhere.
             if arrived.is_ready:
                 complete(done, take)
             else:
@@ -309,8 +317,8 @@ class PjrtEngine(Engine):
     def _when_started(self, buffer: Buffer, follow: Callable[[DeviceArray], None], done: Future[Any]) -> None:
         """Call `follow` with a buffer's array, before a later program can take its memory.
 
-        At once if the array exists, computed or not; else on the thread that is going to start its program.
-        An error goes to `done`.
+        The call happens at once if the array exists, computed or not, and otherwise on the thread that is
+        going to start its program. An error goes to `done`.
         """
         value = buffer.value
 
@@ -350,6 +358,7 @@ class PjrtEngine(Engine):
 
     def delete(self, buffer: Buffer) -> None:
         """Release the array; executions that are already queued still use it."""
+        # A queued execution has the array's future, which `give_up` does not touch.
         buffer.give_up("was deleted")
 
     def serialize(self, executable: Executable) -> bytes:
@@ -361,7 +370,7 @@ class PjrtEngine(Engine):
         return self._compiler.deserialize(data)
 
     def temporary_bytes(self, executable: Executable) -> int:
-        """Return what the plugin's compiler has found."""
+        """Return the size that the plugin's compiler has found."""
         needs: memory_accounting.MemoryNeeds = executable.native["program"].memory
         return needs.temporary
 
@@ -384,11 +393,13 @@ class PjrtEngine(Engine):
 
     def retire(self, index: int) -> None:
         """Publish it from the device's threads, behind everything that is queued there."""
+        # When the starting thread runs this task, the other thread has the ends of all earlier programs.
         ending = self._ending[index]
         self._starting[index].run(ending.run, self._progress.retire, index)
 
     def finish(self, timeout_s: float) -> bool:
         """Wait for a marker task that is queued behind all other work of each device."""
+        # The starting threads come first, because they queue the ends of programs on the others.
         for threads in (self._starting, self._ending):
             markers = [thread.run(int) for thread in threads.values()]
             if wait(markers, timeout_s).not_done:
@@ -410,12 +421,14 @@ class PjrtEngine(Engine):
         unfinished = not self.finish(timeout_s)
         if self._watchdog is not None:
             self._watchdog.close()
+        # A thread may wait in a meeting to which another device never comes.
         self._meetings.give_up()
         self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
         self._compiler.close()
         self._joint_start.close()
         for thread in (*self._starting.values(), *self._ending.values()):
             thread.close(0 if unfinished else FINISH_TIMEOUT_S)
+        # The client must stay while a program still runs on it.
         if unfinished:
             raise self.unfinished(timeout_s)
         if self.cache.hits + self.cache.misses and self.process_index == 0:
@@ -424,7 +437,7 @@ class PjrtEngine(Engine):
 
 
 class _Start:
-    """The outcome of a start, in the place of a future: only its error completes the results.
+    """The outcome of a start, which a thread completes like a future: only an error completes the results.
 
     Args:
         done: the results' future.
@@ -463,7 +476,7 @@ def _devices(settings: BridgeSettings, client: PluginClient) -> tuple[EngineDevi
         return found
     (share,) = numbering.by_coordinates({0: settings.places}).values()
     places = [place for _, place in sorted(zip(share.replicas, share.places, strict=True))]
-    # With another number of devices than of chips, the caller refuses the engine.
+    # The numbers of devices and chips may differ here; the caller then refuses the engine.
     return tuple(
         dataclasses.replace(device, kind=settings.kind, place=place, cores=settings.cores)
         for device, place in itertools.zip_longest(found, places[: len(found)])

@@ -23,7 +23,7 @@ from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto, HloModuleProtoW
 CPU = "cpu"
 """Platform name of XLA's CPU client as a plugin."""
 _LENGTHS = struct.Struct("<QQ")
-"""The sizes of a program's options and of its source, in its file."""
+"""The sizes of a program's options and of its source, at the beginning of its file."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class JointProgram:
     """A program for all devices of this process.
 
     Attributes:
-        executable: it.
-        arguments: by index of the device, the argument of the device's own program that is each of its
-            arguments, None for one that is not needed there; empty if it is the devices' own program.
+        executable: the program.
+        arguments: for each device, by index, which argument of the device's own program is each argument of
+            this one, or None if the device does not need it; empty if this is the devices' own program.
     """
 
     executable: Executable
@@ -74,7 +74,7 @@ class PluginCompiler(CompileOnce):
 
     Args:
         settings: of the job.
-        client: the plugin's.
+        client: the client of the plugin.
         on_lookup: called for each program that this process needs, with whether the cache had it.
     """
 
@@ -96,8 +96,9 @@ class PluginCompiler(CompileOnce):
 
     def compile_new(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         """Compile a program, and load it on this process's devices."""
-        # Called for its error: dynamic shapes are refused before the compilation.
+        # This refuses dynamic shapes before the compilation.
         hlo.results(hlo_module)
+        # A real TPU runs its kernels, but what computes for an emulated chip cannot.
         if self._settings.places:
             hlo.check_kernels(hlo_module)
         asked = CompileOptionsProto.FromString(options)
@@ -140,7 +141,7 @@ class PluginCompiler(CompileOnce):
         return devices
 
     def _for_cpu(self, hlo_module: bytes, partitions: int, devices: int) -> bytes:
-        # Imported here, because only XLA's CPU compiler needs jax for it.
+        # This module imports jax, which only XLA's CPU compiler needs.
         from polyxla_bridge.engine.expansions import cpu
 
         return cpu.rewritten(hlo_module, partitions, devices // partitions)
@@ -174,6 +175,7 @@ class PluginCompiler(CompileOnce):
                 start = partition * build.num_replicas
                 ids = order[start : start + build.num_replicas]
                 assignment.computation_devices.add(replica_device_ids=ids)
+        # A flag that the user sets takes precedence.
         for name, value in rewrite.CPU_OPTIONS.items() if self._is_cpu else ():
             if name not in self._settings.xla_flags:
                 chosen.env_option_overrides[name].bool_field = value
@@ -181,6 +183,8 @@ class PluginCompiler(CompileOnce):
 
     def _with_ids(self, options: bytes) -> bytes:
         """Return a program's options with the plugin's numbers of the devices."""
+        # Stored options have the engine's numbers, because the plugin may number the devices differently in
+        # the process that loads the program.
         chosen = CompileOptionsProto.FromString(options)
         for partition in chosen.executable_build_options.device_assignment.computation_devices:
             numbers = partition.replica_device_ids
@@ -191,10 +195,12 @@ class PluginCompiler(CompileOnce):
         self, executable: Executable, loaded: LoadedProgram, options: bytes, source: bytes, native: bytes
     ) -> Executable:
         is_partitioned = executable.num_partitions > 1
+        # XLA's CPU client starts a program for several devices on all of them, or hangs.
         meets = is_partitioned or (self._is_cpu and len(loaded.devices) > 1)
         executable.native["program"] = PluginProgram(
             loaded=loaded,
             options=options,
+            # Only programs of replicas are ever joined with others, which needs their sources.
             source=source if meets and not is_partitioned else b"",
             native=native,
             sizes=tuple(output.size_bytes for output in executable.outputs),
@@ -238,6 +244,7 @@ class PluginCompiler(CompileOnce):
         if all(executable is first for executable in executables):
             return JointProgram(first)
         fingerprints = tuple(executable.fingerprint for executable in executables)
+        # Replicas repeat the same programs in each step, so each combination is merged once.
         if fingerprints not in self._joint:
             order = first.devices or range(len(executables))
             found = merging.merged([executables[index].native["program"].source for index in order])
@@ -253,7 +260,7 @@ class PluginCompiler(CompileOnce):
 
 
 def _needs(executable: Executable, loaded: LoadedProgram) -> MemoryNeeds:
-    """Return what a program needs on one device; its temporary arrays are 0 if the plugin does not tell."""
+    """Return what a program needs on one device; temporary arrays count as 0 if the plugin reports none."""
     try:
         return MemoryNeeds.from_xla(loaded.memory(), len(executable.outputs))
     except PjrtError as error:

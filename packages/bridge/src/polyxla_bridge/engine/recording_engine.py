@@ -30,8 +30,8 @@ class RecordingEngine(JaxEngine):
     """Records the programs that it is asked to compile and execute, and computes the small ones.
 
     Large programs are not executed: their results are zeros that take no memory, and so are large arrays from
-    the host. They are not compiled either, except partitioned ones: the compiler chooses the shapes of the
-    parts. So a job can be studied that no CPU could compute, with the control flow of a real one.
+    the host. They are not compiled either, unless they are partitioned: then the compiler chooses the shapes
+    of the parts. So a job that no CPU could compute can be studied, with the control flow of a real one.
 
     Args:
         settings: as for `JaxEngine`; programs are recorded in ``settings.programs_path``.
@@ -39,7 +39,7 @@ class RecordingEngine(JaxEngine):
     """
 
     def __init__(self, settings: BridgeSettings, on_lookup: Callable[[bool], None] | None = None) -> None:
-        # First, because the clients meet before anything is compiled: then each process has a log.
+        # Make the recorder first: the clients meet in the next line, and then every process has a log.
         self._recorder = ProgramRecorder(Path(settings.programs_path), settings.process)
         super().__init__(settings, on_lookup)
 
@@ -72,14 +72,17 @@ class RecordingEngine(JaxEngine):
     ) -> list[Any]:
         arguments = [value.result() for value in values]
         account = self._accounts[index]
+        # Read the memory before the results are counted, because the log has what was in use at the start.
         in_use = account.stats()["bytes_in_use"]
         self._recorder.executed(
             executable.fingerprint, index, in_use, lambda: map(_type_of, account.arrays())
         )
         if not executable.native["is_computed"]:
+            # The results stand for new memory, so the memory that a real program would reuse is given up.
             for number in executable.native["donated"] - protected:
                 account.take(arguments[number])
             return self._zeros(index, executable.outputs)
+        # A small program may get the small results of a large one, which are not arrays of jaxlib.
         present = [self._present(array, index) for array in arguments]
         return super()._run(executable, index, [CompletedFuture(array) for array in present], protected)
 
@@ -100,7 +103,7 @@ class RecordingEngine(JaxEngine):
         return super().from_host(device, type_, data)
 
     def deserialize(self, data: bytes) -> Executable:
-        """Refuse a program that the framework has kept: it is to ask for the compilation, which is recorded.
+        """Refuse a program that the framework has kept, so that it asks for a compilation, which is recorded.
 
         Raises:
             PjrtError: always.
@@ -128,6 +131,7 @@ class Zeros:
         return _size(self.type)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        # One zero with strides of 0 has any shape without taking its memory.
         return np.broadcast_to(np.zeros((), numpy_dtype(self.type.dtype)), self.type.dims)
 
 

@@ -38,8 +38,8 @@ REPORT_S = 5.0
 TICK_S = 1.0
 """Interval between two checks, in seconds; less if the timeout is short."""
 RETIRED_TIMEOUT_S = 6.0
-"""Longest wait for a replica that will run no more programs, in seconds. It has done its part in all
-collectives that it shares with others; the time is for those who still move data or start to compute."""
+"""Longest wait for a replica that will run no more programs, in seconds. That replica has done its part in
+all its collectives; the others may still move data or start to compute in this time."""
 
 Handler = Callable[[str, frozenset[int]], None]
 """Called with the report, and with the replicas that have returned if the others wait for them."""
@@ -64,7 +64,7 @@ def on_stall(handler: Handler) -> None:
 
 
 def report(engine: Engine, text: str) -> None:
-    """Report why replicas wait for one of this process, which calls this on its device's thread.
+    """Report why other replicas wait for a replica of this process; its device's thread calls this.
 
     Returns once the report is made, so that the error that the caller then raises cannot overtake it.
     """
@@ -84,7 +84,7 @@ def describe(engine: Engine) -> str:
 
 
 def describe_here() -> str:
-    """Report the same for the engine of this process; only the stacks if there is no engine."""
+    """Report as `describe` does for the engine of this process; only the stacks if there is no engine."""
     return describe(_watched[0]) if _watched else stacks()
 
 
@@ -101,13 +101,13 @@ def stacks() -> str:
 
 
 def retire(ordinal: int) -> None:
-    """Tell all processes that a replica of this one has returned: waiting for it would never end."""
+    """Publish that a replica of this process has returned, because waiting for it would never end."""
     for engine in _watched:
         engine.retire(ordinal)
 
 
 def retire_here() -> None:
-    """Tell the same of all replicas of this process, whatever the numbers of their devices."""
+    """Publish that all replicas of this process have returned, whatever the numbers of their devices."""
     for engine in _watched:
         for device in engine.devices:
             if device.is_local:
@@ -118,7 +118,7 @@ _watched: list[Engine] = []
 
 
 class Progress(Protocol):
-    """What the processes of a job tell each other of their progress."""
+    """What the processes of a job publish about their progress."""
 
     def beat(self) -> None:
         """Publish a heartbeat: this process compiles or computes, so waiting for it is not a stall."""
@@ -156,6 +156,7 @@ class StallWatchdog:
         self._progress = progress
         self._is_busy = is_busy
         self._timeout_s = timeout_s
+        # With four checks in a timeout, heartbeats come well before it ends.
         self._tick_s = min(TICK_S, timeout_s / 4)
         self._heartbeats: dict[str, str] = {}
         self._last_progress = time.monotonic()
@@ -189,11 +190,11 @@ class StallWatchdog:
             self._progress.beat()
         if not waiting:
             return None
-        # Other processes' heartbeats are read only when a replica here waits, since each read is a request.
+        # Read other processes' heartbeats only while a replica here waits, because each read is a request.
         if (heartbeats := self._progress.heartbeats()) != self._heartbeats:
             self._heartbeats, self._last_progress = heartbeats, time.monotonic()
         quiet_s = time.monotonic() - self._last_progress
-        # Both must be over: the replica's own wait, and the time since any process last made progress.
+        # A stall needs both: a long wait of the replica, and a long time since any process made progress.
         patience_s = min(self._timeout_s, RETIRED_TIMEOUT_S)
         if late := [activity for activity in waiting if min(activity.seconds, quiet_s) > patience_s]:
             retired = self._progress.retired()
@@ -205,8 +206,10 @@ class StallWatchdog:
 
     def _needs(self, activity: DeviceActivity, retired: frozenset[int]) -> bool:
         """Return whether a replica's program needs one that has retired."""
+        # If all others have returned, the program's groups do not matter.
         if retired >= self._others(activity.device):
             return True
+        # An empty group stands for all replicas.
         return any(
             retired & (group or self._others(activity.device)) and (not group or activity.device in group)
             for group in activity.groups
@@ -241,6 +244,7 @@ class StallWatchdog:
         self._stop.set()
         if self._engine in _watched:
             _watched.remove(self._engine)
+        # A handler may close the engine on the watchdog's own thread, which cannot join itself.
         if self._thread is not threading.current_thread():
             self._thread.join(self._tick_s + 1)
 

@@ -36,11 +36,11 @@ _RETRY_S = 0.05
 _HELLO_TIMEOUT_S = 5.0
 """Longest wait for the line of a new connection, in seconds; a foreign program never sends one."""
 _MOST_UNPROVED = 64
-"""So many connections may wait with their line at a time. The next one takes the place of the oldest."""
+"""Number of connections that may be waiting for their line at a time. A further one replaces the oldest."""
 _LINE_BYTES = 1 << 16
-"""The longest line."""
+"""Length of the longest line of a process."""
 _ANSWER_BYTES = 1 << 24
-"""The longest answer of process 0; it names every replica."""
+"""Length of the longest answer of process 0, which names every replica."""
 
 
 class PeerConnections:
@@ -89,13 +89,14 @@ class PeerConnections:
 
 def _has_ended(peer: socket.socket, deadline: float) -> bool:
     """Return whether the process at the other end has closed the connection before the deadline."""
+    # A timeout of 0 would make the socket non-blocking.
     peer.settimeout(max(0.001, deadline - time.monotonic()))
     try:
         peer.recv(1)
     except TimeoutError:
         return False
     except OSError:
-        # It died, or its host is cut off.
+        # The process has died, or its host is cut off.
         pass
     return True
 
@@ -135,15 +136,17 @@ def _gather(
                 if hello.process in peers:
                     peer.close()
                     continue
+                # The peer is added before the check, so that a process that fails it also gets the error.
                 peers[hello.process] = peer
                 places[hello.process] = hello.places
                 _check_job(settings, hello)
         shares = numbering.by_coordinates(places) if settings.places else numbering.by_process(settings)
-        # After the listener is closed, because the service listens on the same port; before "go", because the
-        # others connect to the service as soon as they read it.
+        # Start the service after the listener is closed, because both have the same port, and before the
+        # answers, because the others connect to it as soon as they read them.
         start_service(list(peers.values()))
         for peer in peers.values():
             peer.sendall(_answer(settings, shares=list(shares.items())))
+    # Without an answer, the others would only see that process 0 has closed the connection, but not why.
     except BaseException as error:
         for peer in peers.values():
             with suppress(OSError), peer:
@@ -173,7 +176,7 @@ class _Arrivals:
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        # A dict keeps the order of arrival.
+        # The dict keeps the order of arrival, by which `_accept` finds the oldest connection.
         self._waiting: dict[socket.socket, tuple[float, bytearray]] = {}
 
     def __enter__(self) -> Self:
@@ -187,6 +190,7 @@ class _Arrivals:
     def next(self, deadline: float) -> tuple[_Hello, socket.socket] | None:
         """Return what the next process of the job sends, and its connection; None after the deadline."""
         while (remaining_s := deadline - time.monotonic()) > 0:
+            # Wake up at least every few seconds to drop the connections that have sent nothing.
             for key, _ in self._selector.select(min(remaining_s, _HELLO_TIMEOUT_S)):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -198,7 +202,7 @@ class _Arrivals:
         return None
 
     def _accept(self) -> None:
-        # A process that has gone again is not an error.
+        # A process may have closed its connection again by now, which is not an error.
         with suppress(OSError):
             peer, _ = self._listener.accept()
             peer.setblocking(False)
@@ -210,7 +214,7 @@ class _Arrivals:
     def _read(self, peer: socket.socket) -> _Hello | None:
         """Read on; return the hello of a process of the job if it is complete."""
         if peer not in self._waiting:
-            # It had to make room for another.
+            # The same round of `select` has dropped it to make room for another.
             return None
         _, line = self._waiting[peer]
         try:
@@ -224,6 +228,7 @@ class _Arrivals:
             return None
         self._selector.unregister(peer)
         del self._waiting[peer]
+        # Process 0 sends its answers with this timeout, so no peer can make it hang.
         peer.settimeout(_HELLO_TIMEOUT_S)
         return hello
 
@@ -343,8 +348,8 @@ def _connect(settings: BridgeSettings, deadline: float, timeout_s: float) -> soc
     while (remaining_s := deadline - time.monotonic()) > 0:
         try:
             peer = socket.create_connection((host, int(port)), timeout=remaining_s)
-            # As long as process 0 does not listen, the kernel may pick that very port as this socket's own,
-            # and the socket connects to itself.
+            # While process 0 does not listen, the kernel may pick its port for this socket, which then
+            # connects to itself.
             if peer.getsockname() != peer.getpeername():
                 return peer
             peer.close()
