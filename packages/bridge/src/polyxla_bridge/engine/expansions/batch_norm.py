@@ -19,7 +19,7 @@ from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 
 def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
-    """Return what computes a batch norm; None for any other instruction."""
+    """Return the function that computes a batch norm; None for any other instruction."""
     if instruction.opcode not in _NORMALIZATIONS:
         return None
     return partial(
@@ -32,7 +32,7 @@ def _training(
 ) -> tuple[jax.Array, ...]:
     """Return the normalised array, and the mean and the variance of each feature."""
     others = _all_but(axis, x)
-    # XLA's own expansion for single devices does the same: both sums need one pass and one all-reduce.
+    # Both sums need one pass and one all-reduce. XLA's own expansion for single devices does the same.
     mean = jnp.mean(x, others)
     variance = jnp.mean(x * x, others) - mean * mean
     return _inference(x, scale, offset, mean, variance, axis=axis, epsilon=epsilon), mean, variance
@@ -69,6 +69,7 @@ def _gradient(
     deviation = jax.lax.rsqrt(variance + epsilon)
     normalized = (x - jnp.expand_dims(mean, others)) * jnp.expand_dims(deviation, others)
     of_scale, of_offset = jnp.sum(gradient * normalized, others), jnp.sum(gradient, others)
+    # The mean and the variance depend on each element, so the gradient has a term for both.
     count = x.size // scale.size
     through_mean = jnp.expand_dims(of_offset / count, others)
     through_variance = normalized * jnp.expand_dims(of_scale / count, others)
@@ -81,8 +82,8 @@ _NORMALIZATIONS: dict[str, inlining.Function] = {
     "batch-norm-inference": _inference,
     "batch-norm-grad": _gradient,
 }
-"""What computes each instruction. Source: BatchNormTraining, BatchNormInference and BatchNormGrad in
-https://openxla.org/xla/operation_semantics."""
+"""The function that computes each instruction. Source: BatchNormTraining, BatchNormInference, BatchNormGrad
+in https://openxla.org/xla/operation_semantics."""
 
 
 def _all_but(axis: int, x: jax.Array) -> tuple[int, ...]:

@@ -34,8 +34,8 @@ def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
     Raises:
         PjrtError: the program has kernels for TPU cores.
     """
-    # Otherwise jax would write instructions of int64 as int32. Set here, not on import: a process that only
-    # preloads this module must not change the jax of its user.
+    # Without it, jax would write instructions of int64 as int32. An import does not set it, because a process
+    # that only preloads this module must not change the jax of its user.
     jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
     hlo.check_kernels(module)
     simple = expanded(module, is_partitioned=partitions > 1)

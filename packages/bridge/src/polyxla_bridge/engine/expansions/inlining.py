@@ -1,4 +1,4 @@
-"""Instructions replaced by what a function of jax computes. Importing this module imports jax."""
+"""Replaces instructions by those of functions of jax. Importing this module imports jax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
 
 Function = Callable[..., Any]
 Choice = Callable[[Instruction, Mapping[int, Computation]], Function | None]
-"""Returns what computes an instruction from its operands; None for one that stays."""
+"""Returns the function that computes an instruction from its operands; None if the instruction stays."""
 
 
 def replace(module: bytes, *choices: Choice) -> bytes:
@@ -23,7 +23,8 @@ def replace(module: bytes, *choices: Choice) -> bytes:
 
     Args:
         module: the program.
-        choices: called with each instruction, and the computations by their ids; the first function counts.
+        choices: called with each instruction, and the computations by their ids; the first choice that
+            returns a function decides.
 
     Returns:
         The program; `module` itself if nothing was replaced.
@@ -58,14 +59,14 @@ def replace(module: bytes, *choices: Choice) -> bytes:
 def _lowered(function: Function, operands: list[tuple[str, tuple[int, ...]]]) -> Module:
     """Return a function of arrays as a program."""
     arrays = [jax.ShapeDtypeStruct(dims, dtype) for dtype, dims in operands]  # type: ignore[no-untyped-call]
-    # An unused argument would be left out of the program.
+    # jax would leave out an unused argument, and the other arguments would get its number.
     lowered = jax.jit(function, keep_unused=True).lower(*arrays)
     computation: Any = lowered.compiler_ir("hlo")
     return hlo.parse_module(computation.as_serialized_hlo_module_proto())
 
 
 class _Imported:
-    """Instructions of other programs, for a module.
+    """Adds instructions of other programs to a module.
 
     Args:
         into: the module.
@@ -98,9 +99,11 @@ class _Imported:
                 computation.root_id = numbers[computation.root_id]
                 for instruction in computation.instructions:
                     _renumber(instruction, numbers, computations)
-                    # Its own would name lines of another module.
+                    # The instruction's own metadata would name lines of another module.
                     instruction.metadata = original.metadata
                 self._called.append(computation)
+        # The operands of the original replace the parameters, and the root gets the id of the original, so
+        # the users of the original need no change.
         given = {
             instruction.id: original.operand_ids[instruction.parameter_number]
             for instruction in entry.instructions
@@ -115,6 +118,7 @@ class _Imported:
         for instruction in body:
             _renumber(instruction, numbers, computations)
             instruction.metadata = original.metadata
+        # The partitioner must find the sharding of the original on what replaces it.
         if original.HasField("sharding"):
             (root,) = (instruction for instruction in body if instruction.id == original.id)
             root.sharding.CopyFrom(original.sharding)

@@ -1,6 +1,6 @@
 """The gradient of max-pooling. Importing this module imports jax.
 
-XLA:CPU runs select-and-scatter on one thread, one window after the other. Here a reduce-window finds the
+XLA:CPU runs select-and-scatter on a single thread, window by window. Here a reduce-window finds the
 position that each window chose, and each element then adds up the windows that chose it.
 """
 
@@ -19,15 +19,16 @@ from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 _EARLIER: dict[str, Callable[..., Any]] = {"GE": lax.lt, "GT": lax.gt}
-"""By the comparison that keeps a maximum, which of two equal elements is chosen: the first or the last."""
+"""For each comparison that keeps a maximum, the test that chooses the first or the last of equal elements."""
 
 
 def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
-    """Return what computes a max-pooling's gradient; None for any other instruction."""
+    """Return the function that computes a max-pooling's gradient; None for any other instruction."""
     if instruction.opcode != "select-and-scatter":
         return None
     windows = instruction.window.dimensions
     select, scatter = (_root(computations[id_]) for id_ in instruction.called_computation_ids)
+    # The expansion computes only the gradient of max-pooling; XLA's instruction stays for all other forms.
     is_dilated = any(window.window_dilation > 1 or window.base_dilation > 1 for window in windows)
     is_cropped = any(window.padding_low < 0 or window.padding_high < 0 for window in windows)
     if select not in _EARLIER or scatter != "add" or is_dilated or is_cropped:
@@ -67,12 +68,12 @@ def _gradient(
     is_chosen: Callable[..., Any],
 ) -> jax.Array:
     """Return the gradient of the pooled array."""
-    # Windows that reach one element, and blocks of a stride that cover the operand, in each dimension.
+    # In each dimension, `reach` windows contain an element, and `blocks` strides cover the operand.
     reach = [-(-length // stride) for length, stride in zip(size, strides, strict=True)]
     blocks = [
         -(-(dim + first) // stride) for dim, first, stride in zip(operand.shape, low, strides, strict=True)
     ]
-    # With the windows that reach into the first block from before, and into the last.
+    # The windows that begin before the first block but reach into it count, too.
     count = [block + more - 1 for block, more in zip(blocks, reach, strict=True)]
     before = [first + (more - 1) * stride for first, more, stride in zip(low, reach, strides, strict=True)]
     padding = [
@@ -84,7 +85,8 @@ def _gradient(
 
     def choose(kept: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, Any]:
         (value, at), (other, other_at) = kept, new
-        # XLA may visit a window in any order. Position -1 is outside of the array.
+        # XLA may visit a window in any order, so the positions decide between equal elements. Position -1 is
+        # outside of the array.
         wins = lax.gt(value, other) | (lax.eq(value, other) & is_chosen(at, other_at))
         # torch takes the last NaN of a window as its maximum.
         is_nan, other_is_nan = lax.ne(value, value), lax.ne(other, other)
@@ -103,7 +105,7 @@ def _gradient(
     places = range(0, len(spread), 2)
     own = lax.reshape(_positions(blocks, strides, operand.shape, low), spread)
     total = lax.broadcast(initial, spread)
-    # XLA adds in the order of the windows; another order would round differently.
+    # Add in the order of the windows, as XLA does, because another order would round differently.
     for start in itertools.product(*map(range, reach)):
         stop = [first + block for first, block in zip(start, blocks, strict=True)]
         is_own = lax.eq(lax.broadcast_in_dim(lax.slice(chosen, start, stop), spread, places), own)

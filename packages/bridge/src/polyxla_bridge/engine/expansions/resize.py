@@ -1,6 +1,6 @@
 """Resizing of images, which torch_xla leaves to libtpu's custom calls. Importing this module imports jax.
 
-The numbers are those of torch's ``interpolate``, by its formulas.
+The formulas are those of torch's ``interpolate``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SPATIAL = (1, 2)
 
 
 def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
-    """Return what computes a resizing, or the gradient of one; None for any other instruction.
+    """Return the function that computes a resizing or its gradient; None for any other instruction.
 
     Source: torch_xla/csrc/resize_ops.cpp, which writes the custom calls. Their configuration is two digits:
     whether corners are aligned, and whether the centers of pixels lie at halves.
@@ -44,6 +44,7 @@ def _resized(image: jax.Array, *, along: inlining.Function, dims: Sequence[int])
 
 
 def _gradient(gradient: jax.Array, *, along: inlining.Function, dims: Sequence[int]) -> jax.Array:
+    # The result of a resizing is linear in the image, so the gradient is the transposed function.
     image = jax.ShapeDtypeStruct(dims, gradient.dtype)  # type: ignore[no-untyped-call]
     (result,) = jax.linear_transpose(partial(_resized, along=along, dims=gradient.shape), image)(gradient)
     whole: jax.Array = result
@@ -52,6 +53,8 @@ def _gradient(gradient: jax.Array, *, along: inlining.Function, dims: Sequence[i
 
 def _bilinear(image: jax.Array, axis: int, size: int, *, is_aligned: bool, is_half: bool) -> jax.Array:
     length = image.shape[axis]
+    # The sizes are known now, so numpy computes the places, and the program has them as constants. torch
+    # moves places before the first pixel to that pixel.
     place = np.maximum(_places(length, size, image.dtype, is_aligned=is_aligned, is_half=is_half), 0)
     low = np.minimum(place.astype(np.int64), length - 1)
     high = np.minimum(low + 1, length - 1)
@@ -81,4 +84,4 @@ def _places(length: int, size: int, dtype: Any, *, is_aligned: bool, is_half: bo
 
 
 _RESIZINGS: Mapping[str, inlining.Function] = {"ResizeBilinear": _bilinear, "ResizeNearest": _nearest}
-"""What resizes along one dimension, by the custom call's target."""
+"""Functions that resize along one dimension, by the target of the custom call."""

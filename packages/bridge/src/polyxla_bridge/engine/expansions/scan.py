@@ -1,4 +1,4 @@
-"""Scans, which TorchTPU makes of ``cumsum`` and the like. Importing this module imports jax.
+"""Scans, which TorchTPU uses for ``cumsum`` and similar functions. Importing this module imports jax.
 
 XLA:CPU does not compile them: jaxlib 0.10.2 refuses some, and ends the process over others.
 """
@@ -47,11 +47,11 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "subtract": lax.sub,
     "xor": lax.bitwise_xor,
 }
-"""What a step of a scan may do with its elements."""
+"""Operations that a step of a scan may apply to its elements."""
 
 
 def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
-    """Return what computes a scan; None for any other instruction.
+    """Return the function that computes a scan; None for any other instruction.
 
     Raises:
         PjrtError: a step has an instruction that is not known here.
@@ -60,6 +60,7 @@ def choose(instruction: Instruction, computations: Mapping[int, Computation]) ->
         return None
     (called,) = instruction.called_computation_ids
     step = _Step(computations[called], instruction.num_carries)
+    # A parallel scan computes only the carries, so the results must be the same.
     scan = _in_parallel if instruction.is_associative == _YES and step.has_equal_results else _in_order
     return partial(
         scan,
@@ -71,7 +72,7 @@ def choose(instruction: Instruction, computations: Mapping[int, Computation]) ->
 
 
 class _Step:
-    """One step of a scan: takes elements and carries, and returns results and new carries.
+    """One step of a scan, which takes elements and carries, and returns results and new carries.
 
     Args:
         computation: the step.
@@ -84,6 +85,7 @@ class _Step:
         (self._root,) = (
             instruction for instruction in self._instructions if instruction.id == computation.root_id
         )
+        # Refuse the step when the program is compiled, where the error can name the operation.
         for instruction in self._instructions:
             if instruction.opcode not in {"parameter", "tuple", "compare", *_ELEMENTWISE}:
                 raise PjrtError(
@@ -115,11 +117,13 @@ class _Step:
 
 
 def _in_parallel(step: _Step, axis: int, is_reverse: bool, inputs: int, *operands: jax.Array) -> Any:
-    """Combine neighbours, then neighbours of those: as many rounds as the number of elements has digits."""
+    """Combine neighbouring elements, then neighbouring pairs, and so on, in log2(elements) rounds."""
 
     def combine(earlier: Sequence[Any], later: Sequence[Any]) -> list[Any]:
+        # A step takes its elements first, then the carries, which come from earlier steps.
         return step(later, earlier)[1]
 
+    # The initial carries join at the end: an associative step may combine its elements first.
     elements, initial = list(operands[:inputs]), operands[inputs:]
     found = lax.associative_scan(combine, elements, reverse=is_reverse, axis=axis)
     kept = [dim for dim in range(elements[0].ndim) if dim != axis]
