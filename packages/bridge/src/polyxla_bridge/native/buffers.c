@@ -5,15 +5,15 @@
 
 #include "objects.h"
 
-/* Fields that change are guarded by the queue's lock. */
+/* The queue's lock guards the fields that change. */
 struct Buffer {
   Buffer *next;
-  /* References, two at first: torch_xla's, and Python's or the queue's. */
+  /* There are two references at first: torch_xla's, and Python's or the queue's. */
   int owners;
   bool is_deleted;
-  /* Whether Python has taken it from the queue, or made it. */
+  /* Whether Python has taken the buffer from the queue, or made it. */
   bool is_known;
-  /* Data from the host, until Python takes it. */
+  /* The data from the host, until Python takes it. */
   void *data;
   size_t size;
   /* Handle of the device, which is also that of its only memory. */
@@ -55,6 +55,7 @@ static Buffer *make(void *place, int type, size_t rank, const int64_t *dims) {
   return buffer;
 }
 
+/* Release a reference. The caller holds the lock. */
 static void drop(Buffer *buffer) {
   if (--buffer->owners > 0) return;
   polyxla_event_drop(buffer->ready);
@@ -77,6 +78,8 @@ static Buffer *get(void) {
   return buffer;
 }
 
+/* Mark a buffer as deleted. If Python knows the buffer, the queue also tells it to release the array. The caller
+ * holds the lock. */
 static void delete(Buffer *buffer) {
   if (buffer->is_deleted) return;
   buffer->is_deleted = true;
@@ -84,7 +87,7 @@ static void delete(Buffer *buffer) {
     put(buffer);
     return;
   }
-  /* It is still in the queue, and Python will skip it there: the data is not needed any more. */
+  /* The buffer is still in the queue, where polyxla_take skips it, so the data is no longer needed. */
   free(buffer->data);
   buffer->data = NULL;
 }
@@ -142,14 +145,14 @@ void polyxla_drop(Buffer *buffer) {
   unlock();
 }
 
-/* Mark a donated buffer as deleted. */
+/* Mark a donated buffer as deleted. torch_xla keeps its reference until it destroys the buffer. */
 void polyxla_delete(Buffer *buffer) {
   lock();
   delete(buffer);
   unlock();
 }
 
-/* Stop the queue: polyxla_wait returns false from now on. */
+/* Stop the queue: polyxla_wait returns false from now on. polyxla_take still returns what is in the queue. */
 void polyxla_stop(void) {
   lock();
   queue.is_stopped = true;
@@ -194,12 +197,14 @@ Error *PJRT_Client_BufferFromHostBuffer(PJRT_Client_BufferFromHostBuffer_Args *a
   void *place = args->device != NULL ? args->device : args->memory;
   Buffer *buffer = make(place, args->type, args->num_dims, args->dims);
   buffer->data = data;
-  /* Ready at once: an error on the way to the device is reported where the array is used. */
+  /* The buffer is ready at once, because an error on the way to the device is raised where the array is used. */
   polyxla_event_complete(buffer->ready, NULL);
+  /* The bytes are copied, so torch_xla may reuse its memory. */
   Event *done = polyxla_event();
   polyxla_event_complete(done, NULL);
   args->done_with_host_buffer = done;
   args->buffer = buffer;
+  /* Queue the buffer last: from then on, another thread may take it. */
   lock();
   put(buffer);
   unlock();

@@ -14,7 +14,7 @@ constexpr std::string_view GREETING = "[Gloo] Rank ";
 
 enum class Line { begins, is_passed_on, is_dropped };
 
-/* One for each thread, because threads write their lines in pieces, and the pieces are interleaved. */
+/* Each thread has its own state, because threads write their lines in pieces, which are interleaved. */
 thread_local Line line = Line::begins;
 
 class WithoutGreetings : public std::streambuf {
@@ -22,7 +22,7 @@ class WithoutGreetings : public std::streambuf {
   explicit WithoutGreetings(std::streambuf *next) : next_(next) {}
 
  protected:
-  /* Checks only the beginning of a piece: one that does not begin with gloo's prefix is passed on whole. */
+  /* Only the beginning of a piece is checked, because gloo writes its prefix as a piece of its own. */
   std::streamsize xsputn(const char *data, std::streamsize size) override {
     std::string_view text(data, size);
     if (line == Line::begins && text.substr(0, GREETING.size()) == GREETING) line = Line::is_dropped;

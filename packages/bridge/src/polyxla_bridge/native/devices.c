@@ -1,5 +1,5 @@
-/* Questions about devices that torch_xla asks for each array: of each upload, and of each argument of a
- * partitioned program, on each device, from several threads at once. */
+/* Functions for devices that torch_xla calls for each upload, and for each argument of a partitioned program on each
+ * device, from several threads at once. They are in C, so that those threads need not wait for the GIL. */
 #include "objects.h"
 
 static struct {
@@ -7,7 +7,7 @@ static struct {
   size_t count;
 } local;
 
-/* Called by Python: the handles of this process's devices, which stay where they are. */
+/* Called by Python with the handles of this process's devices, which stay where they are. */
 void polyxla_set_local(void *const *handles, size_t count) {
   local.handles = handles;
   local.count = count;
@@ -20,7 +20,7 @@ Error *PJRT_Device_IsAddressable(PJRT_Device_IsAddressable_Args *args) {
   return NULL;
 }
 
-/* A device's handle is that of its memory. */
+/* A device and its memory have the same handle. */
 Error *PJRT_Device_DefaultMemory(PJRT_Device_DefaultMemory_Args *args) {
   args->memory = args->device;
   return NULL;

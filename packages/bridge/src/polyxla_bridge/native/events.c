@@ -13,6 +13,7 @@ struct Error {
   char message[];
 };
 
+/* The callers cannot report a lack of memory: an error needs memory, too. */
 void *polyxla_allocate(size_t size) {
   void *memory = malloc(size);
   if (memory == NULL) abort();
@@ -36,6 +37,7 @@ Error *polyxla_error_of(int code, const char *format, ...) {
   return polyxla_error(code, message, strlen(message));
 }
 
+/* Each receiver of an error destroys it, so each gets a copy. */
 static Error *copy(const Error *error) {
   return error == NULL ? NULL : polyxla_error(error->code, error->message, error->size);
 }
@@ -104,7 +106,8 @@ void polyxla_event_complete(Event *event, Error *error) {
   event->waiting = NULL;
   pthread_cond_broadcast(&event->completed);
   pthread_mutex_unlock(&event->lock);
-  /* After the lock is released, because a callback may destroy the event that it waited for. */
+  /* The lock is released by now, because a callback may destroy the event that it waited for. The completer's
+   * reference keeps the event until all callbacks have run. */
   while (waiting != NULL) {
     Waiting *next = waiting->next;
     waiting->callback(copy(event->error), waiting->user_arg);
@@ -158,6 +161,7 @@ Error *PJRT_Event_OnReady(PJRT_Event_OnReady_Args *args) {
     *last = waiting;
   }
   pthread_mutex_unlock(&event->lock);
+  /* The error of a completed event never changes, so this reads it without the lock, which the callback may take. */
   if (is_ready) callback(copy(event->error), args->user_arg);
   return NULL;
 }

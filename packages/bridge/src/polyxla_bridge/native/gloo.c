@@ -1,9 +1,9 @@
 /* Naps for the threads in which gloo, which jaxlib contains, waits for its sockets.
  *
- * Such a thread leaves a message in its socket while another thread uses the connection, and epoll reports the same
- * socket again, at once and until that thread is done. Where replicas are more than cores, it is often not even
- * running: four replicas on two cores spent a third of their CPU time on asking. A thread that gets the same answer
- * again and again takes a nap instead.
+ * Such a thread leaves a message in its socket while another thread uses the connection. Until that other thread is
+ * done, epoll reports the same socket again at once. If there are more replicas than cores, the other thread is often
+ * not even running: four replicas on two cores spent a third of their CPU time on these calls. So a thread that gets
+ * the same answer again and again takes a nap.
  *
  * Source: gloo/transport/tcp, Loop::run and Pair::handleEvents, which only tries to lock the pair.
  */
@@ -19,8 +19,8 @@
 static const char LIBRARY[] = "libjax_common.so";
 static const char FUNCTION[] = "epoll_wait";
 
-/* A thread that reads something takes longer than IDLE_NS until it asks again, or waits as long for the answer, or
- * gets other sockets. */
+/* A thread that makes progress takes longer than IDLE_NS until it calls again, waits longer than that for the answer,
+ * or gets other sockets. */
 enum { IDLE_NS = 20000, ANSWERS = 4, NAP_NS = 100000 };
 
 static atomic_long waits, naps;
@@ -57,7 +57,8 @@ int polyxla_epoll_wait(int epoll, struct epoll_event *events, int size, int time
   return count;
 }
 
-/* Lets gloo's threads nap. A second call changes nothing, and so does a jaxlib that is linked in another way. */
+/* Lets gloo's threads nap. A second call changes nothing. If jaxlib is linked in another way, nothing changes at
+ * all: the naps only save CPU time. */
 void polyxla_let_gloo_nap(void) {
   void *original;
   polyxla_replace(LIBRARY, FUNCTION, (void *)polyxla_epoll_wait, &original);

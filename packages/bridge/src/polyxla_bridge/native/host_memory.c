@@ -1,10 +1,10 @@
-/* Memory of the host that XLA's CPU client uses without a copy, and the extension through which a framework
- * allocates the memory from which a device copies, which torch calls pinned. */
+/* Memory of the host that XLA's CPU client uses without a copy. Through the extension, a framework allocates memory
+ * from which a device copies, which torch calls pinned. */
 #include <stdlib.h>
 
 #include "objects.h"
 
-/* XLA's CPU client aligns its buffers so. */
+/* XLA's CPU client uses memory with this alignment as it is, and copies other memory. */
 enum { ALIGNMENT = 64 };
 
 void *polyxla_allocate_data(size_t size) {

@@ -1,11 +1,11 @@
-/* The function that a framework looks up in the library, and the table that it returns. Python fills the table:
- * before the library is opened, or, where it stands in for libtpu, when it is opened. */
+/* The function that a framework looks up in the library, and the table that it returns. Python fills the table before
+ * the library is opened; if the library stands in for libtpu, Python fills it when it is opened. */
 #include <stddef.h>
 #include <stdio.h>
 #include <unistd.h>
 
-/* Of Python's stable ABI. Weak, because a program without Python may open the library, too. Declared here,
- * because the library is built once for all versions of Python. */
+/* These functions of Python's stable ABI are weak, because a program without Python may open the library, too. They
+ * are declared here, because the library is built once for all versions of Python. */
 __attribute__((weak)) int PyGILState_Ensure(void);
 __attribute__((weak)) void PyGILState_Release(int state);
 __attribute__((weak)) void *PyImport_ImportModule(const char *name);
@@ -17,7 +17,7 @@ static const void *api;
 
 void polyxla_set_api(const void *value) { api = value; }
 
-/* Replaces the functions in Python when Python ends. */
+/* Python puts this function in the place of its own before it ends. */
 void *polyxla_nothing(void *args) {
   (void)args;
   return NULL;

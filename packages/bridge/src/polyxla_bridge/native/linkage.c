@@ -1,5 +1,5 @@
-/* Replaces a function that one library calls: writes the replacement's address to where the dynamic linker puts the
- * function's. Other libraries are not affected.
+/* Replaces a function that one library calls: the replacement's address takes the place of the function's in the
+ * linkage table of that library. Other libraries are not affected.
  *
  * Source: System V ABI, AMD64 supplement, "Procedure Linkage Table"; ELF specification, "Dynamic Section".
  */
@@ -43,7 +43,7 @@ static int replace(struct dl_phdr_info *library, size_t size, void *data) {
   const char *names = NULL;
   size_t slots_size = 0;
   for (; dynamic->d_tag != DT_NULL; dynamic++) {
-    /* glibc has added the library's address already. */
+    /* glibc has already added the library's address to these pointers. */
     if (dynamic->d_tag == DT_JMPREL) slots = (const ElfW(Rela) *)dynamic->d_un.d_ptr;
     if (dynamic->d_tag == DT_PLTRELSZ) slots_size = dynamic->d_un.d_val;
     if (dynamic->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym) *)dynamic->d_un.d_ptr;
@@ -53,7 +53,7 @@ static int replace(struct dl_phdr_info *library, size_t size, void *data) {
   for (size_t i = 0; i < slots_size / sizeof *slots; i++) {
     if (strcmp(names + symbols[ELF64_R_SYM(slots[i].r_info)].st_name, wanted->function) != 0) continue;
     void **slot = (void **)(library->dlpi_addr + slots[i].r_offset);
-    /* Before another thread can call the replacement. */
+    /* Store the original first: once the slot is written, another thread may call the replacement, which needs it. */
     *wanted->original = *slot;
     wanted->is_replaced = write_slot(slot, wanted->replacement);
   }

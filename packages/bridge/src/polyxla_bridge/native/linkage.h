@@ -8,9 +8,9 @@
 extern "C" {
 #endif
 
-/* Makes the library whose file name contains `library` call `replacement` in place of `function`, another library's.
- * First puts what it called before into `original`. Returns whether the library calls the replacement now: it may call
- * no such function, or be linked in another way. */
+/* Makes the library whose file name contains `library` call `replacement` in place of `function` of another library,
+ * and puts the function that it called before into `original`. Returns false if the library does not call the function,
+ * or is linked in another way. */
 bool polyxla_replace(const char *library, const char *function, void *replacement, void **original);
 
 #ifdef __cplusplus

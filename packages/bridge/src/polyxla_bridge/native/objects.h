@@ -3,7 +3,7 @@
  * torch_xla makes and destroys buffers with one of its locks held. A Python thread that frees a tensor waits for
  * that lock with the GIL held. So no function here may ever wait for the GIL.
  *
- * abi.h is generated from abi.py when the library is built: hatch_build.py.
+ * hatch_build.py generates abi.h from abi.py when the library is built.
  */
 #ifndef POLYXLA_OBJECTS_H
 #define POLYXLA_OBJECTS_H
@@ -18,10 +18,11 @@ typedef struct Error Error;
 typedef struct Event Event;
 typedef struct Buffer Buffer;
 
-/* Like malloc, but ends the process if there is no memory. For small objects. */
+/* Allocates memory for a small object; ends the process if there is none. */
 void *polyxla_allocate(size_t size);
 
-/* Memory for data, which XLA's CPU client can use without a copy; null if there is none. `free` frees it. */
+/* Allocates memory for data, which XLA's CPU client can use without a copy; returns null if there is none. `free`
+ * frees it. */
 void *polyxla_allocate_data(size_t size);
 
 Error *polyxla_error(int code, const char *message, size_t size);

@@ -1,10 +1,10 @@
-/* Waits of torch_xla and TorchTPU without the GIL. In many places they wait with the GIL held: for an array that they
- * read, for the start of the step before. The threads that bring what they wait for need the GIL. So the functions in
- * which they wait give the GIL up meanwhile.
+/* Waits of torch_xla and TorchTPU without the GIL. In many places they wait with the GIL held, such as for an array
+ * that they read, or for the start of the previous step. The threads that end such a wait need the GIL, so the
+ * functions in which the frameworks wait are replaced by functions that release the GIL while they wait.
  *
- * Source: the functions that torch_xla 2.9.0 and torch's lazy executor, which it extends, call and that wait. absl,
- * which torch_xla and torch_tpu 0.2.0 contain, waits in futex. torch_tpu 0.2.0 makes a process group with the GIL held,
- * and the stores of torch, in which it waits for the other replicas' parts, wait in nanosleep and poll.
+ * Source: the functions in which torch_xla 2.9.0 and torch's lazy executor, which it extends, wait. absl, which
+ * torch_xla and torch_tpu 0.2.0 contain, waits in futex. torch_tpu 0.2.0 makes a process group with the GIL held: it
+ * waits for the other replicas' parts in the stores of torch, which wait in nanosleep and poll.
  */
 #include <linux/futex.h>
 #include <poll.h>
@@ -19,7 +19,7 @@
 typedef struct _ts PyThreadState;
 
 extern "C" {
-/* Of Python's C API. Weak, because a program without Python may open the library, too. */
+/* These functions of Python's C API are weak, because a program without Python may open the library, too. */
 __attribute__((weak)) int Py_IsInitialized(void);
 __attribute__((weak)) int PyGILState_Check(void);
 __attribute__((weak)) PyThreadState *PyEval_SaveThread(void);
@@ -30,15 +30,16 @@ namespace {
 
 constexpr char TORCH[] = "libtorch_cpu.so", TORCH_XLA[] = "_XLAC.", TORCH_TPU[] = "libxla_base.so";
 
-/* While it exists, this thread does not have the GIL. */
+/* While such an object exists, its thread does not have the GIL. */
 class WithoutGil {
  public:
   WithoutGil() {
     if (PyEval_SaveThread != nullptr && Py_IsInitialized() && PyGILState_Check()) had_ = PyEval_SaveThread();
   }
-  /* Also when the wait ends by an exception. */
+  /* A destructor takes the GIL back, because a wait may end by an exception. */
   ~WithoutGil() {
     if (had_ == nullptr) return;
+    /* The caller reads the errno of the wait, which Python's functions may change. */
     int kept = errno;
     PyEval_RestoreThread(had_);
     errno = kept;
@@ -48,7 +49,7 @@ class WithoutGil {
   PyThreadState *had_ = nullptr;
 };
 
-/* A method without arguments and result that waits. */
+/* A method that waits, without arguments and without a result. */
 typedef void Wait(void *self);
 
 long (*original_syscall)(long, long, long, long, long, long, long);
@@ -82,13 +83,14 @@ int poll_without_gil(pollfd *files, nfds_t count, int timeout_ms) {
 
 template <typename Function>
 bool replace(const char *library, const char *name, Function *replacement, Function **original) {
-  /* Python loads its modules with all their functions: the original is never the linker's search for it. */
+  /* Python loads its modules with all functions resolved, so the original is the function itself and not the
+   * linker's search for it. */
   return polyxla_replace(library, name, reinterpret_cast<void *>(replacement), reinterpret_cast<void **>(original));
 }
 
 }  // namespace
 
-/* Makes torch_xla wait without the GIL from now on; returns whether it does in each of the functions. Call it once,
+/* Makes torch_xla wait without the GIL from now on; returns whether all of its functions were replaced. Call this once,
  * after torch_xla is loaded. */
 extern "C" bool polyxla_torch_xla_without_gil(void) {
   const char *all_arrays = "_ZN5torch4lazy9MultiWait4WaitEv";
@@ -101,7 +103,7 @@ extern "C" bool polyxla_torch_xla_without_gil(void) {
          replace(TORCH_XLA, "syscall", syscall_without_gil, &original_syscall);
 }
 
-/* The same for TorchTPU. Call it once, after torch_tpu is loaded. */
+/* Does the same for TorchTPU. Call this once, after torch_tpu is loaded. */
 extern "C" bool polyxla_torch_tpu_without_gil(void) {
   return replace(TORCH_TPU, "syscall", syscall_without_gil, &original_syscall) &&
          replace(TORCH, "nanosleep", nanosleep_without_gil, &original_nanosleep) &&
