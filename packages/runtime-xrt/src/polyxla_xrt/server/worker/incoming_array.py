@@ -35,7 +35,7 @@ class IncomingArray:
 
     Attributes:
         size: the array's size in bytes.
-        data: its bytes, as far as they have arrived; empty before the first, and if there is a problem.
+        data: the bytes that have arrived; empty before the first chunk, and if there is a problem.
     """
 
     def __init__(self, array: int, type_: ArrayType, device: EngineDevice, problem: str | None) -> None:
@@ -90,7 +90,7 @@ def size_of(type_: ArrayType) -> int:
 
 
 def _aligned(size: int) -> memoryview:
-    # Not filled with zeros.
+    # `np.empty` does not fill the memory with zeros, which the data will overwrite.
     memory = np.empty(size + ALIGNMENT - 1, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
     return memory[start : start + size].data

@@ -82,7 +82,8 @@ class LeasedJob:
         self._why: pb.Failure | None = None
         self._engine: Future[Engine] = Future()
         self._processes: set[AttachedProcess] = set()
-        # Guards `_processes` and the transition to the end (`_why`, `ended`); never held during a wait.
+        # The lock guards `_processes` and the transition to the end (`_why`, `ended`). No thread holds it
+        # while it waits.
         self._lock = threading.Lock()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="polyxla-compile")
         threading.Thread(target=self._start, args=(make_engine,), name="polyxla-start", daemon=True).start()
@@ -91,6 +92,7 @@ class LeasedJob:
         try:
             self._engine.set_result(make_engine())
         except Exception as error:
+            # Each process that attaches gets the error: there is no caller on this thread to raise it to.
             self._engine.set_exception(error)
 
     @property
@@ -116,7 +118,7 @@ class LeasedJob:
             PjrtError: the cores do not exist, another process of the job drives them, or the job is over.
         """
         process = AttachedProcess(ordinal, frozenset(cores), outbox)
-        # Registered before the wait, so that no other process can claim the cores during it.
+        # The registration precedes the wait, so that no other process can claim the cores during it.
         self._register(process, cores)
         try:
             engine = self._engine.result(timeout_s)
@@ -129,7 +131,8 @@ class LeasedJob:
 
         def break_off(program: str, error: BaseException) -> None:
             text = f"{program} failed in ordinal {ordinal}, and other replicas wait for it: {error}"
-            # Delayed: the failing process gets its own error first, which says more than the end of the job.
+            # The delay lets the failing process get its own error first, which says more than the end of the
+            # job.
             timer = threading.Timer(BROKEN_S, self.end, [PjrtError(Code.ABORTED, text)])
             timer.daemon = True
             timer.start()
@@ -140,7 +143,9 @@ class LeasedJob:
         return process
 
     def _register(self, process: AttachedProcess, cores: Sequence[int]) -> None:
+        # A set drops duplicates, so a core that is listed twice shows in the number of cores below.
         unknown = [core for core in process.cores if core >= self.cores]
+        # The checks and the entry are one step: two processes may claim the same core at the same time.
         with self._lock:
             taken = sorted(core for other in self._processes for core in other.cores & process.cores)
             if not process.cores or unknown or len(process.cores) != len(cores):
@@ -158,6 +163,8 @@ class LeasedJob:
     def detach(self, process: AttachedProcess) -> None:
         """Detach a process that said goodbye."""
         if process.session:
+            # This comes first: replicas that wait for this process learn from the watchdog that it has
+            # returned.
             process.session.retire()
         self._remove(process)
 
@@ -176,7 +183,7 @@ class LeasedJob:
         with self._lock:
             was_there = process in self._processes
             self._processes.discard(process)
-        # Outside of the lock: freeing arrays calls the engine.
+        # This is outside of the lock, because freeing arrays calls the engine.
         if process.session:
             process.session.close()
         return was_there
@@ -190,6 +197,7 @@ class LeasedJob:
             self.ended.set()
             processes = list(self._processes)
         for process in processes:
+            # A full outbox must not block the end for all: its client may be the process that died.
             process.outbox.put(pb.Answer(ended=pb.Ended(failure=self._why)), may_wait=False)
             process.outbox.close()
 
@@ -198,14 +206,17 @@ class LeasedJob:
 
         A program that waits for a dead replica cannot be stopped. Then the caller must end this process.
         """
+        # From here on no process can attach, so the set below is complete.
         self.end(PjrtError(Code.ABORTED, "the job's launcher has gone"))
         with self._lock:
             processes, self._processes = self._processes, set()
         for process in processes:
             if process.session:
                 process.session.close()
+        # A compilation cannot be interrupted, and the next job must not wait for its end.
         self._compilers.shutdown(wait=False, cancel_futures=True)
         try:
+            # The engine may still be starting. If it does not come in time, it cannot be closed either.
             engine = self._engine.result(self._close_s)
             if not engine.finish(self._close_s):
                 return False

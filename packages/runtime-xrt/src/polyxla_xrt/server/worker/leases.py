@@ -98,6 +98,7 @@ class Leases:
                         return None
                     # Waiting threads wake in any order; only the first ticket gets the cores.
                     if self._job is None and self._queue[0] is ticket:
+                        # If this raises, `_job` is still None, and the cores go to the next ticket.
                         self._job = make()
                         self.served += 1
                         return self._job
@@ -107,20 +108,23 @@ class Leases:
                         limit_s = max(wait_s, RETURNING_S)
                     if time.monotonic() - started >= limit_s:
                         raise HeldError(self._held())
-                    # With a timeout: neither `gone` nor a job's end notifies the condition.
+                    # The wait has a timeout, because neither `gone` nor the end of a job notifies the
+                    # condition.
                     self._changed.wait(_POLL_S)
             finally:
-                # Wakes the next ticket, which may be the first now.
+                # This wakes the next ticket, which may be the first now.
                 self._queue.remove(ticket)
                 self._changed.notify_all()
 
     def _held(self) -> pb.Held:
         job = self._job
+        # The cores may be free and yet go to an earlier ticket, whose job does not exist so far.
         return held(job) if job is not None else pb.Held(holder=pb.Holder(user="a job that waits as well"))
 
     def give_back(self, job: LeasedJob) -> None:
         """Return a job's cores, which the next job gets."""
         with self._changed:
+            # An old job must not return cores that another job holds by now.
             if self._job is job:
                 self._job = None
                 self.idle_since = time.monotonic()

@@ -19,6 +19,7 @@ def start(*, as_json: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if as_json else _Text())
     log = logging.getLogger("polyxla")
+    # A second call must not print each line twice.
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
     # The root logger's handlers would print every line again.
@@ -45,5 +46,6 @@ class _Text(logging.Formatter):
         when = datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(" ", "seconds")
         more = "".join(f" {name}={value}" for name, value in event.items())
         trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
-        # Escaped: a client's name must not be able to fake a line of this log.
+        # Control characters are escaped: a name that a client chose must not be able to fake a line of this
+        # log.
         return f"{when} polyxla worker: {(text + more).translate(_CONTROLS)}{trace}"

@@ -48,6 +48,7 @@ def start(address: str, status: Callable[[], pb.StatusReply]) -> None:
         status: returns the worker's status.
     """
     host, _, port = address.rpartition(":")
+    # The default registry would also export the metrics of the Python process.
     registry = CollectorRegistry()
     registry.register(_Collector(status))
     start_http_server(int(port), host.strip("[]"), registry)

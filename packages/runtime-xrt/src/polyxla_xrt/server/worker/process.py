@@ -37,7 +37,7 @@ LEAVE_S = 5.0
 REPLACE = 75
 """Exit code that asks the supervisor for a new serving process."""
 UNOPENED = 76
-"""The same, a moment later: the cores could not be opened again."""
+"""Exit code that asks for a new process a moment later: the cores could not be opened again."""
 SWITCH_INTERVAL_S = 1e-4
 """GIL switch interval, in seconds."""
 _SPARE_CALLS = 32
@@ -49,6 +49,7 @@ _SERVER_OPTIONS = (
     *OPTIONS,
     # The supervisor holds the port, and each serving process shares it.
     ("grpc.so_reuseport", 1),
+    # Clients ping while they wait, and by default a server closes a connection that pings without data.
     ("grpc.http2.max_ping_strikes", 0),
 )
 
@@ -64,7 +65,7 @@ class ServingOptions:
         cores: number of cores; None for all that the plugin has, or the default of CPU cores.
         memory_limit_bytes: limit of a job's arrays; None for the memory of the cores.
         metrics_address: ``host:port`` for Prometheus; None for no metrics.
-        idle_exit_s: exit after so many seconds without a job; None to stay.
+        idle_exit_s: exit after this many seconds without a job; None to stay.
         started: when the worker was started, on `time.monotonic`'s clock.
     """
 
@@ -93,6 +94,7 @@ def open_engines(
     """
     library = serving.library
     if library is None:
+        # CPU cores open at once, so a replacement need not open them in the background.
         return CpuEngines(serving.cores, environ)
 
     def open_cores(cores: int | None) -> PluginEngines:
@@ -100,6 +102,8 @@ def open_engines(
             return SliceEngines(library, library.members, cores, environ, serving.security)
         return PluginEngines(library, cores, environ)
 
+    # The first process fails if the cores do not open, because its user still waits. A replacement listens
+    # first: clients give up after seconds, and a TPU takes longer.
     if before is None:
         return open_cores(serving.cores)
     return ReopenedEngines(library, before, lambda: open_cores(before.cores), lambda: end_with(UNOPENED))
@@ -117,11 +121,13 @@ def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None
     codes: list[int] = []
 
     def end(code: int) -> None:
+        # The code comes before the event, which lets the main thread read it. Later codes are ignored.
         codes.append(code)
         ended.set()
 
     # Threads that need the GIL for microseconds hand it over at every array and every program.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # From here on, SIGTERM ends the running job with a reason, instead of killing the process.
     signal.signal(signal.SIGTERM, lambda *_: end(0))
     limit = serving.memory_limit_bytes or engines.served.memory_bytes
     servicer = WorkerServicer(engines, limit, serving.started, lambda: end(REPLACE), lambda: end(0))
@@ -133,8 +139,10 @@ def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None
     if serving.idle_exit_s is not None:
         threading.Thread(target=_watch_idle, args=(servicer, serving.idle_exit_s, end), daemon=True).start()
     server.start()
+    # Clients can connect now, so the supervisor may close the connections that still wait in the sockets of
+    # the last process.
     ready()
-    # On a thread of its own: the link's must not wait.
+    # This needs a thread of its own: `lose_cores` sleeps, and the thread of the link must not wait.
     engines.lost.add_done_callback(
         lambda lost: threading.Thread(target=servicer.lose_cores, args=(lost.result(),), daemon=True).start()
     )
@@ -149,6 +157,7 @@ def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None
         # Its job has been notified before. The server is not stopped: that would end the listening sockets,
         # in which the supervisor lets connections wait for the successor.
         return REPLACE
+    # The grace lets the calls of the job carry the reason to its processes before they are cut.
     server.stop(LEAVE_S).wait(LEAVE_S)
     return codes[0]
 
@@ -160,11 +169,12 @@ def _server(serving: ServingOptions, servicer: WorkerServicer, cores: int) -> An
         ThreadPoolExecutor(threads, thread_name_prefix="polyxla-call"),
         interceptors=[*serving.security.interceptors(), MalformedRequests()],
         options=(*_SERVER_OPTIONS, *server_options(threads)),
-        # A call beyond that fails at once: queued inside gRPC, it would hang without a reason.
+        # A call beyond this limit fails at once: queued inside gRPC, it would hang without a reason.
         maximum_concurrent_rpcs=threads,
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, _handlers(servicer)),))
     checker = health.HealthServicer()
+    # In the health protocol, the empty name stands for the whole server.
     for name in ("", SERVICE):
         checker.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)

@@ -69,6 +69,7 @@ class Security:
         """Return these credentials, with a token that is made now if there are none, as on loopback."""
         if self.token_file or self.cert or self.is_insecure:
             return self
+        # Every user of the machine can reach loopback, so a worker there needs a token as well.
         return replace(self, own_token=secrets.token_hex(32))
 
     def token(self) -> str | None:
@@ -107,7 +108,7 @@ class Security:
             server.add_insecure_port(address)
 
     def interceptors(self) -> list[grpc.ServerInterceptor]:
-        """Return what rejects the calls of others."""
+        """Return the interceptors that reject calls without the token."""
         token = self.token()
         return [TokenInterceptor(token)] if token else []
 
@@ -167,7 +168,8 @@ def _check_pem(cert: Path, key: Path, client_ca: Path | None) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     where = f"--tls-cert {cert}, --tls-key {key}"
     try:
-        # An empty password: for an encrypted key OpenSSL would otherwise prompt on the terminal.
+        # The empty password makes an encrypted key fail, for which OpenSSL would otherwise prompt on the
+        # terminal.
         context.load_cert_chain(cert, key, password="")
         if client_ca:
             where = f"--tls-client-ca {client_ca}"

@@ -45,6 +45,7 @@ NOTIFY_S = 2.0
 """Time for a job's processes to receive why it ended, in seconds, before this process is replaced."""
 
 _log = logging.getLogger("polyxla.worker")
+# gRPC numbers its status codes as absl does, so the code of a `PjrtError` is that of a status, too.
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -91,7 +92,8 @@ class WorkerServicer:
         """Yield the current holder, once, if there is one; return the job, or None if the client has gone."""
         try:
             if request.wait_s:
-                # First without waiting: the client learns whom it waits for before the wait begins.
+                # The first attempt does not wait, so that the client learns whom it waits for before the wait
+                # begins.
                 try:
                     return self._acquire(request, 0.0, context)
                 except HeldError as error:
@@ -102,7 +104,7 @@ class WorkerServicer:
             text = f"the worker's cores are held by {format_holder(error.held.holder)} since {since}"
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _details(text))
         except DrainingError:
-            # Not UNAVAILABLE: clients would retry it as a worker that is starting.
+            # The status is not UNAVAILABLE, which clients would retry as a worker that is starting.
             context.abort(grpc.StatusCode.ABORTED, "the worker is draining: it takes no more jobs")
         except QueueFullError:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many jobs wait for this worker's cores")
@@ -111,7 +113,7 @@ class WorkerServicer:
     def _hold(self, job: LeasedJob, context: Any) -> Iterator[pb.LeaseReply]:
         """Yield the grant, wait for the job's end, and end the call with the reason."""
         try:
-            # False if the call has ended: then the callback is never called.
+            # `add_callback` returns False if the call has ended, and then never calls the function.
             if not context.add_callback(lambda: job.end(_gone())):
                 return
             yield pb.LeaseReply(
@@ -124,7 +126,8 @@ class WorkerServicer:
             )
             job.ended.wait()
         finally:
-            # On another thread: closing the engine takes seconds, and the client gets the reason at once.
+            # Closing the engine takes seconds, so it happens on another thread, and the client gets the
+            # reason at once.
             threading.Thread(target=self._retire, args=(job,), name="polyxla-retire", daemon=True).start()
         _abort(context, job.why)
 
@@ -133,6 +136,7 @@ class WorkerServicer:
         text = None
         if not 1 <= request.cores <= self._engines.served.cores:
             text = f"the job requests {request.cores} cores, but this worker has {self._engines.served.cores}"
+        # Both comparisons are negated, so that NaN, with which every comparison is false, is refused as well.
         elif not 0 <= request.wait_s <= LONGEST_WAIT_S or not request.stall_timeout_s >= 0:
             text = "a timeout must be a non-negative number of seconds"
         elif any(
@@ -142,11 +146,16 @@ class WorkerServicer:
         else:
             text = self._engines.refusal(request) or _pod_problem(request)
         if text:
+            # The refusal comes before the request joins the queue, where it would only wait for the same
+            # error.
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
 
     def _acquire(self, request: pb.LeaseRequest, wait_s: float, context: Any) -> LeasedJob | None:
         def make() -> LeasedJob:
+            # The port is chosen when the cores are free: another process could take it during a long wait.
             coordinator = coordinator_address(request)
+            # The engine starts on a thread of its own, because this function runs under the lock of the
+            # queue.
             job = LeasedJob(
                 request.holder,
                 request.cores,
@@ -173,6 +182,7 @@ class WorkerServicer:
             # The cores stay leased: the next job gets them in the new process.
             self._give_up()
             return
+        # A draining worker exits in any case, which also ends a program that cannot be stopped.
         if is_free:
             self.leases.give_back(job)
         if self.leases.is_draining:
@@ -184,6 +194,7 @@ class WorkerServicer:
         Args:
             why: what happened to the cores.
         """
+        # The job ends first, so that its processes receive the reason while this process can still send it.
         if job := self.leases.job:
             job.end(PjrtError(Code.ABORTED, why))
         _log.warning("%s: replacing this process", why)
@@ -199,21 +210,26 @@ class WorkerServicer:
         """
         outbox = Outbox()
         attach = _attach_command(requests, context)
+        # This waits until the engine has started, so that the reader finds a session.
         job, process = self._attach(attach, outbox, context)
         reader = threading.Thread(
             target=_read, args=(requests, job, process), name=f"polyxla-session-{attach.ordinal}", daemon=True
         )
-        # False if the call has ended: then nothing would cut the outbox, and the reader is never started.
+        # `add_callback` returns False if the call has ended. Then nothing would cut the outbox, so the reader
+        # must not start.
         if not context.add_callback(outbox.cut):
             job.lose(process, "died or lost its connection")
             return
         reader.start()
+        # The reader may have queued answers by now, and the client must get this answer before them.
         yield bulk_encoding.encode([pb.Answer(attached=pb.Attached())])
         yield from bulk_encoding.encode_all(outbox.take)
 
     def _attach(self, attach: pb.Attach, outbox: Outbox, context: Any) -> tuple[LeasedJob, AttachedProcess]:
         _check_protocol(attach.protocol, context)
         job = self.leases.job
+        # The comparison takes constant time, so that the key cannot be guessed byte by byte. It compares
+        # bytes, because it rejects a text that is not ASCII, and a client may send any text.
         if job is None or not hmac.compare_digest(job.key.encode(), attach.job.encode()):
             _abort(context, pb.Failure(code=Code.NOT_FOUND, message="there is no such job on this worker"))
         try:
@@ -230,7 +246,7 @@ class WorkerServicer:
         """Refuse new jobs, and exit after the one that runs."""
         self.leases.drain()
         if self.leases.job is None:
-            # Delayed: the caller gets its answer first.
+            # The delay lets the caller get its answer first.
             threading.Timer(0.5, self._on_idle).start()
         return self.status()
 
@@ -257,6 +273,7 @@ def _read(requests: Iterator[Iterable[Decoded]], job: LeasedJob, process: Attach
     assert process.session is not None
     how = f"died, or was unreachable for {SILENCE_S} s"
     try:
+        # The loop also ends when the stream does. Without a goodbye before that, the process has died.
         for commands in requests:
             for command, data in commands:
                 if command.WhichOneof("kind") == "goodbye":
@@ -265,22 +282,25 @@ def _read(requests: Iterator[Iterable[Decoded]], job: LeasedJob, process: Attach
                 process.session.handle(command, data)
     except MisuseError as error:
         how = f"violated the protocol: {error}"
+    # `how` already describes a connection that broke, for which gRPC raises this.
     except grpc.RpcError:
         pass
     except Exception as error:
         _log.exception("a session's command failed")
         how = f"sent a command that failed: {type(error).__name__}: {error}"
     finally:
-        # No effect after a goodbye, which detached the process.
+        # This has no effect after a goodbye, which has detached the process.
         job.lose(process, how)
         process.outbox.close()
 
 
 def _attach_command(requests: Iterator[Iterable[Decoded]], context: Any) -> pb.Attach:
+    # A client that sends no command would occupy a thread of the server for as long as it likes.
     timer = threading.Timer(ATTACH_COMMAND_S, context.cancel)
     timer.daemon = True
     timer.start()
     try:
+        # Two commands are enough to see that Attach is not alone: the batch may hold a million.
         first = list(islice(next(requests, ()), 2))
     finally:
         timer.cancel()
@@ -296,14 +316,17 @@ def _pod_problem(request: pb.LeaseRequest) -> str | None:
     name = request.host[:MAX_NAME_CHARS]
     if not (request.host and request.worker < request.workers <= MAX_WORKERS):
         return f"worker {request.worker} of {request.workers} at {name!r} is invalid"
+    # Two coordinators would split the job, and without a coordinator its workers would never meet.
     if bool(request.worker) != bool(request.coordinator):
         return "the first worker chooses the coordinator, and only the requests to the others contain it"
     try:
-        # Checked before the wait for the cores: resolving a name may block, and must not block their holder.
+        # The check precedes the wait for the cores: resolving a name may block, and must not block their
+        # holder.
         coordinator_address(request)
-    # TypeError: the host contains a null character.
+    # A host with a null character raises TypeError.
     except (OSError, TypeError, ValueError) as error:
         return f"the coordinator cannot be at {name!r}, which must be an address of this worker: {error}"
+    # The port of the coordinator is open to the network, and only this secret keeps others out.
     if not 0 < len(request.secret) <= MAX_NAME_CHARS:
         return "the workers of a job need a secret by which they know each other"
     return None
@@ -321,6 +344,7 @@ def _abort(context: Any, why: pb.Failure) -> NoReturn:
 
 
 def _details(text: str) -> str:
+    # The limit counts bytes, and the cut may split the last character.
     return text.encode()[:MAX_DETAILS_BYTES].decode(errors="ignore")
 
 
@@ -349,6 +373,7 @@ def coordinator_address(request: pb.LeaseRequest) -> str:
         return request.coordinator
     host = request.host if request.workers > 1 else LOCALHOST
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The engine binds the port itself, so it must be free again.
     with closing(socket.socket(family)) as probe:
         probe.bind((host, 0))
         return join_address(host, probe.getsockname()[1])

@@ -82,6 +82,8 @@ class Session:
         send: Send,
         on_broken: Callable[[str, BaseException], None],
     ) -> None:
+        # The client numbers its cores among those of the job on this worker, in the order of the local
+        # devices.
         self._local = [device for device in engine.devices if device.is_local]
         self._engine = engine
         self._devices = {core: self._local[core] for core in cores}
@@ -114,10 +116,11 @@ class Session:
             MisuseError: the command is invalid here.
         """
         kind = command.WhichOneof("kind")
+        # The service itself handles Attach and Goodbye, so that a second Attach is a misuse here.
         handler = self._handlers.get(kind or "")
         if handler is None:
             raise MisuseError(f"a command of kind {kind!r} is not valid here")
-        # Clients send releases whenever their queue is empty, so also between chunks.
+        # Clients send releases whenever their queue is empty, even between the chunks of an array.
         if self._incoming_array and kind not in ("upload", "release"):
             raise MisuseError(f"{kind} came before the rest of array {self._incoming_array.array}")
         if self._incoming_program and kind not in ("compile", "release"):
@@ -130,13 +133,17 @@ class Session:
     def retire(self) -> None:
         """Record that the client will run no more programs, which other replicas must not wait for."""
         for device in self._devices.values():
+            # A replica that waits for this device would hang otherwise: the watchdog reports a wait for a
+            # replica that has returned.
             self._engine.retire(device.index)
 
     def close(self) -> None:
         """Free everything. May be called twice."""
+        # The list is a copy, because the reader may still add the arrays of its last command.
         for number in list(self._arrays):
             self._forget(number)
         self._programs.clear()
+        # An array that the budget refused was never counted.
         if self._incoming_array and not self._incoming_array.problem:
             self._budget.give_back(self._incoming_array.size)
         self._incoming_array = self._incoming_program = None
@@ -151,6 +158,7 @@ class Session:
             self._arrays[chunk.array] = self._arrived(incoming)
 
     def _announced(self, chunk: pb.Upload) -> IncomingArray:
+        # The budget comes last: an array that one of the checks refuses must not stay counted.
         type_ = array_type(chunk.type)
         self._check_new(chunk.array)
         device = self._device(chunk.core)
@@ -162,9 +170,11 @@ class Session:
             error = PjrtError(Code.RESOURCE_EXHAUSTED, incoming.problem)
             return _SessionArray(_broken(incoming.type, incoming.device, error), 0)
         try:
+            # The engine may keep the memory itself: `IncomingArray` has aligned it for use without a copy.
             held = self._engine.from_host(incoming.device, incoming.type, incoming.data)
             return _SessionArray(held, incoming.size)
         except Exception as error:
+            # The budget has counted the array already. The size stays here, so that the release subtracts it.
             return _SessionArray(_broken(incoming.type, incoming.device, error), incoming.size)
 
     def _execute(self, request: pb.Execute) -> None:
@@ -172,20 +182,26 @@ class Session:
         if not devices or len(request.arguments) % len(devices):
             count = len(request.arguments)
             raise MisuseError(f"an execution on {len(devices)} cores cannot have {count} arguments")
+        # The types of the broken results come from the program. An unknown program has no known results, and
+        # later uses of their numbers fail because these do not exist.
         program = self._programs.get(request.program)
         try:
             rows = self._run(request, devices)
         except PjrtError as error:
-            # Broken results: see the class.
+            # The client has queued commands that use these results already; see the class.
             types = program.outputs if program else ()
             rows = [
                 [_SessionArray(_broken(type_, device, error), 0) for type_ in types] for device in devices
             ]
             self._report(request.sequence, program, error)
         else:
+            # The results of a core complete together, so the first of each core is enough. Without results
+            # there is nothing to wait for.
             parts = [completion_of(row[0].buffer.value) for row in rows if row]
             _when_all_are_done(parts, lambda error: self._report(request.sequence, program, error))
         for number, result in enumerate(itertools.chain.from_iterable(rows), request.first_result):
+            # A second array with the same number would replace the first, whose memory could then not be
+            # freed.
             self._check_new(number)
             self._arrays[number] = result
 
@@ -193,6 +209,8 @@ class Session:
         """Queue an execution, and return the results of each device."""
         program = self._program(request.program)
         is_partitioned = program.num_partitions > 1
+        # `execute_partitioned` assigns the rows to the local devices by their index, so the cores must be all
+        # of them, in order.
         if devices != (self._local if is_partitioned else devices[:1]):
             raise PjrtError(
                 Code.INVALID_ARGUMENT,
@@ -202,10 +220,13 @@ class Session:
         held = [self._array(number) for number in request.arguments]
         each = len(held) // len(devices)
         rows = [held[place * each : (place + 1) * each] for place in range(len(devices))]
+        # PJRT compares sizes only, so a wrong array of the right size would give wrong numbers without an
+        # error.
         for row in rows:
             program.check([array.buffer.type for array in row])
         sizes = [size_of(type_) for type_ in program.outputs]
-        # Programs of a core run one after another, so that one's temporary arrays make room for the next's.
+        # The programs of a core run one after another, so the temporary arrays of a program are gone before
+        # the next program needs the room.
         temporary = len(devices) * self._engine.temporary_bytes(program)
         self._take(len(devices) * sum(sizes) + temporary, program.name)
         self._budget.give_back(temporary)
@@ -215,8 +236,9 @@ class Session:
         else:
             results = [self._engine.execute(program, devices[0], buffers[0], keep)]
         for array in held:
+            # The entry itself stays until the client releases the number, as it does with every array.
             if array.buffer.is_deleted:
-                # Donated: its memory now belongs to the results, which are counted.
+                # The array was donated: its memory now belongs to the results, which are counted.
                 self._budget.give_back(array.size)
                 array.size = 0
         return [[_SessionArray(*pair) for pair in zip(row, sizes, strict=True)] for row in results]
@@ -229,6 +251,7 @@ class Session:
         why = failure(error)
         size = len(why.message) if why else 0
         self._send(pb.Answer(executed=pb.Executed(sequence=sequence, failure=why)), size)
+        # The answer is queued before the job may end, so that this client gets the error of its own program.
         if error is not None and program is not None and self._is_awaited(program):
             self._on_broken(program.name, error)
 
@@ -244,6 +267,8 @@ class Session:
             self._programs.pop(number, None)
 
     def _forget(self, number: int) -> None:
+        # A number without an array is not a misuse: an execution of an unknown program makes no results, and
+        # the client releases their numbers all the same.
         held = self._arrays.pop(number, None)
         if held is not None:
             self._engine.delete(held.buffer)
@@ -255,11 +280,14 @@ class Session:
         except PjrtError as error:
             self._fail(request.request, error)
             return
+        # The answer is sent by the thread that completes the value: the reader must not wait for the device.
         reading.add_done_callback(lambda done: self._answer_with(request.request, done))
 
     def _copy(self, request: pb.Copy) -> None:
         self._check_new(request.array)
         device = self._device(request.core)
+        # The type of an unknown source is unknown. Any type will do for a broken array, whose value is an
+        # error.
         type_ = ArrayType("uint8", ())
         try:
             source = self._array(request.source).buffer
@@ -276,6 +304,7 @@ class Session:
         if chunk.request != incoming.request:
             raise MisuseError("a chunk of another program came amid a program")
         incoming.hlo += chunk.hlo
+        # Every chunk is checked: a client that never ends its program must not fill the memory.
         if len(incoming.hlo) > MAX_PROGRAM_BYTES:
             raise MisuseError(f"a program has more than {MAX_PROGRAM_BYTES} bytes")
         if chunk.ends:
@@ -284,10 +313,12 @@ class Session:
 
     def _compile_now(self, incoming: _IncomingProgram) -> None:
         try:
+            # A client could name files of this machine in the options: XLA would read and write them here.
             executable = self._engine.compile(bytes(incoming.hlo), without_texts(incoming.options))
-            # Read from the program here, once, and not by the reader at the first execution.
+            # The types are read from the program here, once, and not by the reader at the first execution.
             _ = executable.parameters
-            # The request's number is the program's: the client draws both from one counter.
+            # The number of the request also names the program, because the client draws both from one
+            # counter.
             self._programs[incoming.request] = executable
         except Exception as error:
             self._fail(incoming.request, error)
@@ -317,6 +348,7 @@ class Session:
 
     def _answer(self, request: int, data: memoryview) -> None:
         for chunk, ends in chunks(data):
+            # The client has gone, and the remaining chunks of a large array would be encoded for no reader.
             if not self._send(bulk_encoding.part(pb.Part(request=request, ends=ends), chunk), len(chunk)):
                 return
 
@@ -325,12 +357,15 @@ class Session:
         self._send(pb.Answer(part=pb.Part(request=request, ends=True, failure=why)), len(why.message))
 
     def _device(self, core: int) -> EngineDevice:
+        # A client knows its own cores, so another core is a misuse and not an error of the program.
         if core not in self._devices:
             raise MisuseError(f"core {core} is not one of this session's, {sorted(self._devices)}")
         return self._devices[core]
 
     def _array(self, number: int) -> _SessionArray:
         if number not in self._arrays:
+            # This is an error of the command and not a misuse: the array may be the result of a command that
+            # failed.
             raise PjrtError(Code.NOT_FOUND, f"this session has no array {number}")
         return self._arrays[number]
 
@@ -362,10 +397,12 @@ def _when_all_are_done(futures: Sequence[FutureLike], then: Callable[[BaseExcept
 
     def count(_: FutureLike) -> None:
         nonlocal left
+        # Futures of several cores complete on several threads, of which exactly one must call `then`.
         with lock:
             left -= 1
             is_last = left == 0
         if is_last:
+            # This is outside of the lock, because `then` sends an answer and may block.
             then(next((error for future in futures if (error := future.exception())), None))
 
     for future in futures:
@@ -399,6 +436,7 @@ class MemoryBudget:
 
     def take(self, size: int) -> str | None:
         """Count an array, or return why it exceeds the limit."""
+        # The check and the count are one step: two sessions of a job must not both take the last bytes.
         with self._lock:
             if self.held_bytes + size > self._limit_bytes:
                 limit, held, more = (number / 2**20 for number in (self._limit_bytes, self.held_bytes, size))

@@ -35,9 +35,9 @@ from polyxla_xrt.server.worker.process import REPLACE, UNOPENED, ServingOptions
 STOP_S = 6.0
 """Longest wait for the serving process to end after SIGTERM, in seconds; then it is killed."""
 SHORT_LIFE_S = 5.0
-"""A serving process that ends within so many seconds of its start counts as a failed start."""
+"""A serving process that ends within this many seconds of its start counts as a failed start."""
 MAX_FAILED_STARTS = 3
-"""After so many failed starts in a row, the supervisor gives up."""
+"""After this many failed starts in a row, the supervisor gives up."""
 REOPEN_S = 120.0
 """How long a new serving process may find the devices occupied by the previous one, in seconds."""
 REOPEN_POLL_S = 1.0
@@ -62,13 +62,16 @@ def supervise(
         UsageError: the address cannot be bound, or the cores cannot be opened.
     """
     if serving.library is None:
-        # Imported here once, for all processes that are forked from this one.
+        # This process imports it once for all processes that are forked from it.
         from polyxla_bridge.engine import jax_engine
 
         del jax_engine
-    # What is imported now stays: frozen, it is not scanned after each job, nor copied on write by the scan.
+    # Imported objects live as long as the process. Frozen, they are not scanned after each job, and no scan
+    # writes to their pages, which would copy them.
     gc.collect()
     gc.freeze()
+    # The serving process binds this port, and would be replaced again and again if it could not. Here, a port
+    # that is taken is an error for the user.
     if serving.metrics_address:
         host, _, port = serving.metrics_address.rpartition(":")
         _try(host.strip("[]"), int(port), f"--metrics-address {serving.metrics_address}")
@@ -97,7 +100,8 @@ class _Supervisor:
         self._environ = environ
         self._pid = 0
         self._is_stopping = False
-        # The sockets of the last serving process: connections wait in them until the next one serves.
+        # These are the sockets of the last serving process: connections wait in them until the next process
+        # serves.
         self._listeners: list[int] = []
 
     def run(self, ready: Callable[[Served], None]) -> int:
@@ -109,6 +113,7 @@ class _Supervisor:
         while True:
             started = time.monotonic()
             found = self._fork(alive, served)
+            # The user is informed once: a replacement serves at the same address.
             if isinstance(found, Served) and served is None:
                 ready(found)
                 served = found
@@ -116,13 +121,15 @@ class _Supervisor:
             self._pid = 0
             if self._is_stopping or code == 0:
                 return 0
+            # Starting again would not correct what is wrong with the options.
             if isinstance(found, UsageError):
                 raise found
-            # The devices may still be in the name of the process that had them and has ended.
+            # The devices may still be occupied by the process that has just ended.
             if code == UNOPENED and time.monotonic() - ended < REOPEN_S:
                 time.sleep(REOPEN_POLL_S)
                 continue
             ended = time.monotonic()
+            # A process that asks for its replacement has not failed, however short its life was.
             is_short = found is None or (ended - started < SHORT_LIFE_S and code != REPLACE)
             failed_starts = failed_starts + 1 if is_short else 0
             if failed_starts >= MAX_FAILED_STARTS:
@@ -132,7 +139,9 @@ class _Supervisor:
 
     def _fork(self, alive: int, before: Served | None) -> Served | UsageError | None:
         """Fork a serving process; return what it serves or why it cannot, or None if it died before that."""
+        # SOCK_SEQPACKET keeps message boundaries: one message has the whole report and its file descriptors.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # The child would inherit text in the buffers and print it a second time.
         sys.stdout.flush()
         sys.stderr.flush()
         # Signals stay blocked until this process knows the child's pid, to pass them on, and until the child
@@ -141,6 +150,9 @@ class _Supervisor:
         self._pid = os.fork()
         if self._pid == 0:
             ours.close()
+            # With its own copy of `_life` the child would never see the supervisor end. Copies of the
+            # listeners would stay open after `turn_away`, and the kernel would send connections to them that
+            # nobody accepts.
             for number in (self._life, *self._listeners):
                 os.close(number)
             self._serve(alive, theirs, before)
@@ -153,6 +165,7 @@ class _Supervisor:
         with ours:
             report, found, _, _ = socket.recv_fds(ours, _MAX_REPORT_BYTES, _MAX_LISTENERS)
         if found:
+            # The new process listens already, so no client finds the port closed in between.
             turn_away(self._listeners)
             self._listeners = found
         result: Served | UsageError | None = pickle.loads(report) if report else None
@@ -166,6 +179,7 @@ class _Supervisor:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             _end_with_supervisor(alive)
+            # This must precede the engine, whose threads would otherwise get arenas of their own.
             glibc_memory.share_arena()
             engines = process.open_engines(self._serving, self._environ, before)
             port = int(self._serving.address.rpartition(":")[2])
@@ -174,6 +188,7 @@ class _Supervisor:
                 engines,
                 lambda: _report(ready, engines.served, own_listeners(port)),
             )
+        # The parent raises it: only there can the command line print it and choose the exit code.
         except UsageError as error:
             _report(ready, error)
         except Exception:
@@ -185,7 +200,7 @@ class _Supervisor:
         self._is_stopping = True
         # A pid of 0 would signal the whole process group.
         if self._pid and self._kill(signal.SIGTERM):
-            # In case the process ignores SIGTERM.
+            # SIGKILL follows if the process ignores SIGTERM.
             signal.signal(signal.SIGALRM, lambda *_: self._kill(signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, STOP_S)
 
@@ -193,6 +208,7 @@ class _Supervisor:
         try:
             os.kill(self._pid, number)
         except ProcessLookupError:
+            # `run` has reaped the process and not yet forgotten its pid.
             return False
         return True
 
@@ -218,7 +234,8 @@ def _hold(host: str, port: int, option: str) -> socket.socket:
     Raises:
         UsageError: the port is taken, or the host is not an address of this machine.
     """
-    # `_try` binds without sharing, this binds with: only another worker could take the port in between.
+    # `_try` has bound the port without sharing it, so nobody listens there. Between the two calls, only a
+    # process that also sets SO_REUSEPORT could bind it, such as another worker.
     family, where = _try(host, port, option)
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -252,6 +269,7 @@ def own_listeners(port: int) -> list[int]:
     Args:
         port: the port.
     """
+    # gRPC opens the sockets and does not reveal them, so they are found among all open files.
     numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
     return [number for number in numbers if _listens(number, port)]
 
@@ -263,7 +281,7 @@ def _listens(number: int, port: int) -> bool:
             accepts = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             return bool(is_tcp and accepts and found.getsockname()[1] == port)
     except OSError:
-        # Another kind of file, or closed since it was listed, such as the directory's own.
+        # The file is of another kind, or was closed after the listing, as the directory itself was.
         return False
 
 
@@ -277,6 +295,7 @@ def turn_away(listeners: Sequence[int]) -> None:
     """
     for number in listeners:
         with socket.socket(fileno=number) as listener:
+            # `accept` must fail when no connection waits any more, instead of waiting for the next.
             listener.setblocking(False)
             with contextlib.suppress(OSError):
                 while True:

@@ -91,6 +91,7 @@ def _value(text: str) -> Option:
     """Return the integer, boolean or decimal number that a text is, or else the text itself."""
     if text in ("true", "false"):
         return text == "true"
+    # The order matters: `float` would also accept every integer.
     for kind in (int, float):
         try:
             return kind(text)

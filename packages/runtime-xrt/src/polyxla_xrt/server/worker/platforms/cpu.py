@@ -16,7 +16,7 @@ from polyxla_xrt.server.worker.platforms.engines import OnStall, Served
 
 CPU = "cpu"
 DEFAULT_CORES = 8
-"""Number of cores without ``--devices``, that of a TPU v2 or v3 with four chips."""
+"""Number of cores without ``--devices``: that of a TPU v2 or v3 with four chips."""
 CLOSE_S = 3.0
 """`JobEngines.close_s`: a new process serves again within seconds."""
 
@@ -37,7 +37,7 @@ class CpuEngines:
         self._environ = environ
 
     def refusal(self, request: pb.LeaseRequest) -> str | None:
-        """Refuse none: a job may have cores of other workers, too."""
+        """Accept every request: a job may also have cores of other workers."""
         return None
 
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
@@ -65,6 +65,8 @@ class CpuEngines:
                 ),
             }
         )
+        # There is one handler for the whole process, and only one job at a time.
         stall_watchdog.on_stall(lambda text, _: on_stall(text))
+        # jaxlib reads the number of threads from the process's environment when it makes its clients.
         with core_env.temporary_environ({**self._environ, **limits}):
             return JaxEngine(share)

@@ -53,6 +53,8 @@ class SliceMembers:
                 f"this worker's TPU chips are part of a slice of {count} workers, and a job must have all of "
                 f"them: {write_workers(self.workers)}"
             )
+        # The job numbers its replicas by its own list of workers, and libtpu numbers the devices by the list
+        # here.
         if request.worker != self.own:
             return (
                 f"this is worker {self.own} of its slice, and the job lists it as worker {request.worker}; "

@@ -55,8 +55,10 @@ class PluginEngines:
         self.refusal = library.refusal
         self.lost = lost or Future()
         self._environ = {**environ, **library.variables}
+        # A plugin reads the variables of the process itself, so they must be set before it is opened.
         update_environ(library.variables)
         self._client = _open(library, open_s, self.lost)
+        # The client of a slice also has the devices of other hosts, which their own workers serve.
         here = [device for device in self._client.devices if device.is_local]
         if cores is not None and cores > len(here):
             raise UsageError(
@@ -76,6 +78,7 @@ class PluginEngines:
     def _settings(self, request: pb.LeaseRequest, on_stall: OnStall) -> bridge.BridgeSettings:
         """Return the settings of a job's engine."""
         timeout_s = request.stall_timeout_s or bridge.BridgeSettings.stall_timeout_s
+        # There is one handler for the whole process, and only one job at a time.
         stall_watchdog.on_stall(lambda text, _: on_stall(text))
         return bridge.from_environ({**self._environ, bridge.POLYXLA_STALL_TIMEOUT_S: str(timeout_s)})
 
@@ -89,6 +92,7 @@ def _open(library: Library, open_s: float, lost: Future[str]) -> PluginClient:
 
     threading.Thread(target=make, name="polyxla-open", daemon=True).start()
     either: list[Future[Any]] = [made, lost]
+    # libtpu waits for the other hosts of its slice, and would not notice that a host is gone.
     wait(either, open_s, FIRST_COMPLETED)
     try:
         return made.result(0)
@@ -148,4 +152,5 @@ class ReopenedEngines:
 
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
         """Start the engine of a job once the cores are open; opening them has its own deadline."""
+        # The job waits on its own thread, so the lease is granted before the devices are open.
         return self._opened.result().start(request, coordinator, on_stall)

@@ -38,7 +38,7 @@ Exchange = Callable[[pb.Account], Sequence[pb.Account]]
 
 
 class AccountTable:
-    """The accounts of all workers in the running job, kept by worker 0. Any thread may use it."""
+    """The accounts of all workers in the running job, which worker 0 keeps. Any thread may use it."""
 
     def __init__(self) -> None:
         self._job = ""
@@ -46,14 +46,15 @@ class AccountTable:
         self._lock = threading.Lock()
 
     def begin(self, job: str) -> None:
-        """Forget the last job: an account of it that comes late must not count in this one."""
+        """Forget the last job: an account of it that arrives late must not count in the new job."""
         with self._lock:
             self._job = job
             self._accounts.clear()
 
     def exchange(self, account: pb.Account) -> list[pb.Account]:
-        """Take a worker's account, and return all; none if it is of another job."""
+        """Store a worker's account and return those of all workers; return none for another job."""
         with self._lock:
+            # A worker that is a job behind must not see the progress of the new job, nor count in it.
             if account.job != self._job:
                 return []
             self._accounts[account.worker] = account
@@ -86,9 +87,13 @@ class SliceProgress(DeviceProgress):
     def exchange(self, is_full: bool) -> bool:
         """Publish this worker's account; return whether all devices of the slice have programs."""
         own = pb.Account(worker=self._worker, job=self._job, heartbeats=self._beats, is_full=is_full)
+        # Threads of the engine add to the set; a copy is made in one step, an iteration is not.
         own.retired.extend(self._retired.copy())
         found = {account.worker: account for account in self._exchange(own)}
+        # If worker 0 does not answer, the last accounts stay: a worker without news shows no heartbeat, and
+        # does not vanish from the report.
         self._known |= found
+        # A worker that has not begun the job has published nothing, and its devices have no program.
         return len(found) == self._workers and all(account.is_full for account in found.values())
 
     def heartbeats(self) -> dict[str, str]:
@@ -109,17 +114,19 @@ PORT = BASE_PORT - 1
 JOIN_S = 180.0
 """Longest wait for the other workers, in seconds."""
 MARGIN_S = 5.0
-"""How much longer the others wait for worker 0, in seconds, which then names the missing ones."""
+"""How much longer the others wait, in seconds, so that worker 0 can name the missing workers."""
 POLL_S = 0.2
 """Interval at which worker 0 asks whether the others have finished a job, in seconds."""
 EXCHANGE_S = 5.0
 """Longest wait for worker 0's answer to an account of progress, in seconds."""
 REPORT_S = 60.0
-"""Interval at which worker 0 reports that it still waits for them, in seconds."""
+"""Interval at which worker 0 reports that it still waits for the others, in seconds."""
+# The stream of a joined worker occupies a thread for as long as the slice lives, and its exchanges and the
+# stream of its next process need threads beside it.
 _CALLS_PER_WORKER = 4
 _SERVER_OPTIONS = (
     *OPTIONS,
-    # Otherwise a process that has not quite ended would get a part of the others' calls.
+    # With a shared port, a process that has not quite ended would get a part of the calls for its successor.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_ping_strikes", 0),
 )
@@ -175,12 +182,13 @@ class SliceLink:
                 "Worker 0's host must be an address of this host, and the port must be free: ss -ltnp.",
             ) from None
         server.start()
+        # `close` stops it, and grpcio itself stops a server that nothing refers to.
         self._server = server
         if missing := hub.wait(join_s):
             names = " and ".join(map(self._members.name, missing))
             text = f"{names} did not join within {join_s:g} s"
             hub.give_up(text)
-            # Until the others have the reason, too.
+            # The grace lets the others receive the reason, too.
             server.stop(MARGIN_S).wait(MARGIN_S)
             raise _problem(text, "Start the worker of each host with the same list.")
 
@@ -192,6 +200,7 @@ class SliceLink:
         )
         first = self._members.name(0)
         try:
+            # Worker 0 names the missing workers when its own wait ends, so this wait must end later.
             attendance = attend(lambda: channel.join(request), join_s + MARGIN_S)
         except TimeoutError:
             channel.close()
@@ -210,6 +219,8 @@ class SliceLink:
             job: its coordinator, the same on all workers.
         """
         if self._members.own == 0:
+            # Accounts that the others send before this are dropped, and their next exchange brings them
+            # again.
             self._table.begin(job)
         return SliceProgress(job, self._members.own, len(self._members.workers), self._exchange)
 
@@ -220,7 +231,7 @@ class SliceLink:
         try:
             return self._channel.exchange(account, EXCHANGE_S)
         except grpc.RpcError:
-            # Either the link is lost as well, or the next exchange passes.
+            # Either the link is lost as well, or the next exchange succeeds.
             return ()
 
     def wait_for_release(self) -> None:
@@ -232,6 +243,8 @@ class SliceLink:
         others = range(1, len(self._members.workers)) if self._members.own == 0 else ()
         report_at = time.monotonic() + REPORT_S
         for worker in others:
+            # The link says only that a process lives. The worker itself knows whether a job still has its
+            # cores.
             channel = WorkerChannel(self._members.workers[worker].address, self._environ)
             while not self.lost.done() and _has_job(channel):
                 if time.monotonic() > report_at:
@@ -270,7 +283,7 @@ class _Hub(worker_pb2_grpc.SliceServicer):
         self._is_complete = False
         self._problem = ""
         self._is_lost = False
-        # Guards the four above.
+        # The condition guards the four attributes above.
         self._changed = threading.Condition()
 
     def wait(self, timeout_s: float) -> list[int]:
@@ -295,12 +308,15 @@ class _Hub(worker_pb2_grpc.SliceServicer):
         # The new process of a worker may come before the end of the old one's stream.
         self._leave(worker, self._joined.get(worker))
         with self._changed:
+            # A slice that was complete cannot be joined again: libtpu's client has lost the old process.
             is_late = self._is_complete
             if not is_late:
                 self._joined[worker] = ticket
                 self._changed.notify_all()
         if is_late:
+            # The worker tries again on this status, and then reaches the new process of worker 0.
             context.abort(grpc.StatusCode.UNAVAILABLE, "worker 0 replaces its process")
+        # This is false if the call has ended already: then nothing would ever call `_leave`.
         if not context.add_callback(lambda: self._leave(worker, ticket)):
             self._leave(worker, ticket)
             return
@@ -313,10 +329,13 @@ class _Hub(worker_pb2_grpc.SliceServicer):
         if problem:
             context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
         yield pb.JoinReply()
+        # The wait for the loss keeps the stream open. `_why` recognizes the status, whose text names the
+        # worker that is gone.
         context.abort(grpc.StatusCode.ABORTED, self._lost.result())
 
     def Exchange(self, request: pb.Account, context: Any) -> pb.Accounts:  # noqa: N802
         """Take a worker's account of its progress, and return those of all."""
+        # Worker 0 uses the table directly, so a call in its name comes from somebody else.
         if not 0 < request.worker < len(self._members.workers):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"there is no worker {request.worker}")
         return pb.Accounts(accounts=self._table.exchange(request))
@@ -338,10 +357,11 @@ class _Hub(worker_pb2_grpc.SliceServicer):
                 return
             del self._joined[worker]
             self._changed.notify_all()
-            # Several may leave at once, and the first completes the future.
+            # Several workers may leave at once, and only the first completes the future.
             if not self._is_complete or self._is_lost:
                 return
             self._is_lost = True
+        # This is outside of the lock, because the future then runs the callbacks of others.
         self._lost.set_result(_gone(self._members.name(worker)))
 
 
@@ -371,5 +391,5 @@ def _has_job(channel: WorkerChannel) -> bool:
     try:
         return bool(channel.status().HasField("job"))
     except WorkerError:
-        # Its process is being replaced; then the link is lost soon.
+        # The process of that worker is being replaced, so the link will be lost soon.
         return True

@@ -29,7 +29,7 @@ from polyxla_xrt.server.worker.platforms.library import TPU, Library, SliceMembe
 LIBTPU_INIT_ARGS = "LIBTPU_INIT_ARGS"
 """libtpu's flags, separated by spaces."""
 BARRIER = "xla_tpu_use_enhanced_launch_barrier"
-"""The flag that must be off: with it, a program may wait forever for the chips of others.
+"""The flag that must be off: with it, a program may wait forever for the chips of other processes.
 
 Source: ``_setup_libtpu_flags`` of torch_xla 2.9.0, which names pytorch/xla issue 9084.
 """
@@ -79,6 +79,7 @@ def find_library(
             # The serving processes of the emulated hosts recognize each other by this secret.
             variables[POLYXLA_SECRET] = with_secret(environ, len(members.workers))[POLYXLA_SECRET]
         return Library(Path(variables[env.TPU_LIBRARY_PATH]), SOURCE, options, variables, TPU, members)
+    # An emulated TPU has no chips that a process could hold, so only real chips are checked.
     _check_free()
     return Library(_libtpu(environ), SOURCE, options, variables, TPU, members)
 

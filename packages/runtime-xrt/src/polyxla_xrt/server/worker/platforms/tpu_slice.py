@@ -42,6 +42,7 @@ class SliceEngines(PluginEngines):
         environ: Mapping[str, str],
         security: Security,
     ) -> None:
+        # The link comes before libtpu, and its loss also ends the wait for libtpu.
         self._link = SliceLink(members, security, environ)
         super().__init__(library, cores, environ, lost=self._link.lost)
         here = sum(device.is_local for device in self._client.devices)
@@ -51,6 +52,7 @@ class SliceEngines(PluginEngines):
                 where=f"--devices {cores}",
                 fix="Omit it.",
             )
+        # Replicas are numbered by the list of workers, and devices by libtpu. Both must mean the same host.
         if self._client.process_index != members.own:
             raise UsageError(
                 f"libtpu counts this host as number {self._client.process_index}, the list of workers as "
