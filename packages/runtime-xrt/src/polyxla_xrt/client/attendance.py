@@ -40,7 +40,7 @@ class Attendance:
         try:
             self._admitted.result(timeout_s)
         except BaseException:
-            # After Ctrl-C, too: an open stream would occupy the ordinal at the service.
+            # This covers Ctrl-C as well: an open stream would occupy the ordinal at the service.
             self._stream.cancel()
             raise
 
@@ -51,6 +51,7 @@ class Attendance:
 
     def _read(self) -> None:
         try:
+            # The only reply is the admission. After it, the loop waits for the end of the stream.
             for _ in self._stream:
                 self._admitted.set_result(None)
             ended: Exception = TimeoutError("the stream ended without a reply")

@@ -48,7 +48,7 @@ class WorkerChannel:
         self.address = address
         self.where = f"the worker at {address}"
         self._environ = environ
-        # With an explicit scheme: gRPC would read a host called `unix` as one.
+        # The scheme is explicit, because gRPC would read a host called `unix` as a scheme.
         target = f"dns:///{address}"
         self._token = _token(environ)
         credentials = _credentials(environ)
@@ -58,6 +58,7 @@ class WorkerChannel:
             else grpc.insecure_channel(target, options=(*OPTIONS, *CLIENT_OPTIONS))
         )
         self.stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
+        # The link of a slice has the same credentials as its workers, but an address of its own.
         self._slice: Any = worker_pb2_grpc.SliceStub(self._channel)
 
     def call(self, name: str, request: Any, **options: Any) -> Any:
@@ -72,12 +73,15 @@ class WorkerChannel:
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        # A worker's own token is looked for at each call: it may have been started, or started again, since.
+        # The token of a worker that makes its own is read at each call, because the worker may have been
+        # started again.
         token = self._token or own_token(self.address, self._environ)
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def session(self, commands: Iterator[bytes]) -> Any:
         """Begin a session: sends the encoded `commands`; the returned call iterates over the answers."""
+        # The generated stub would let protobuf copy the bulk data. Here the caller encodes it, and the
+        # answers are decoded as views.
         session = self._channel.stream_stream(
             f"/{SERVICE}/Session",
             response_deserializer=bulk_decoding.answers,
@@ -112,6 +116,7 @@ class WorkerChannel:
         request = pb.StatusRequest() if call == "Status" else pb.DrainRequest()
         deadline = time.monotonic() + timeout_s
         while True:
+            # gRPC fails a call at once if its deadline has passed.
             left = max(0.1, deadline - time.monotonic())
             try:
                 reply: pb.StatusReply = self.call(call, request, timeout=left)
@@ -120,6 +125,7 @@ class WorkerChannel:
                     time.sleep(RETRY_S)
                     continue
                 raise self.explain(error) from None
+            # The worker would refuse a lease for the same reason; here the error can name both versions.
             if reply.protocol != PROTOCOL:
                 raise WorkerRefusedError(
                     f"{self.where} speaks protocol {reply.protocol} (version {reply.version}), this client "
@@ -146,6 +152,8 @@ class WorkerChannel:
                 fix="Install the same version of polyxla-runtime-xrt on both sides.",
             )
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            # gRPC has the same status for every way in which a connection fails, so a short connection finds
+            # the cause.
             return self._unreachable(look(self.address), details)
         if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL):
             return self._unreachable("the gRPC server there is not a worker", details)
@@ -156,6 +164,7 @@ class WorkerChannel:
         )
 
     def _unreachable(self, found: str, details: str) -> WorkerConnectError:
+        # gRPC has no status for a failed handshake and mentions it only in the text.
         if any(word in details.lower() for word in ("handshake", "ssl", "certificate")):
             found = f"the encrypted connection failed: {details}"
         return unreachable(self.address, found, self._environ)

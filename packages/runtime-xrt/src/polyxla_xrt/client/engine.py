@@ -59,8 +59,8 @@ class RemoteBuffer(Buffer):
     number: int = 0
     is_released: bool = False
 
-    # A plain `Buffer` never got to the worker: the bridge makes it when `from_host` fails. Its value is the
-    # error, which is also that of everything computed from it.
+    # A plain `Buffer` never reached the worker: the bridge makes it when `from_host` fails. Its value is the
+    # error, and everything computed from it gets the same error.
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class RemoteEngine(Engine):
         self._cores = {device.index: assignment.cores[n] for n, device in enumerate(self._local())}
         self._on_lost = on_lost
         self._on_close = on_close
+        # Arrays and requests share one counter, and the number of a compilation also names its program.
         self._next = 1
         self._counting = threading.Lock()
         self._sequences = itertools.count(1)
@@ -136,8 +137,12 @@ class RemoteEngine(Engine):
         self._reader = threading.Thread(target=self._read, name="polyxla-answers", daemon=True)
         self._reader.start()
         try:
+            # This wait is longer than that of the worker for its engine, so that the reason of the worker
+            # comes first.
             self._attached.result(ATTACH_S)
         except BaseException:
+            # This covers Ctrl-C as well: the worker would regard an open stream as a process that drives the
+            # cores.
             self._call.cancel()
             self._channel.close()
             raise
@@ -154,8 +159,8 @@ class RemoteEngine(Engine):
         """Return one command that frees everything released so far, or None."""
         if not self._released and not self._dropped:
             return None
-        # The list is swapped as a whole, and the deque popped: other threads, and finalizers that may run at
-        # any instruction, append to them without a lock.
+        # The list is swapped as a whole, and the deque is popped, because other threads append to them
+        # without a lock, and so do finalizers, which may run at any instruction.
         arrays, self._released = self._released, []
         programs = [self._dropped.popleft() for _ in range(len(self._dropped))]
         return pb.Command(release=pb.Release(arrays=arrays, programs=programs))
@@ -179,6 +184,7 @@ class RemoteEngine(Engine):
         if not self._attached.done():
             found = self._channel.explain(error) if error else _ended(self._channel, "it ended the session")
             self._attached.set_exception(found)
+        # The stream also ends after the goodbye, and after `_lose` has reported the end of the job.
         elif not self._is_closing and self._error is None:
             gone = lost(self._channel, error) if error else _ended(self._channel, "it ended the session")
             self._lose(Code.UNAVAILABLE, gone)
@@ -186,12 +192,14 @@ class RemoteEngine(Engine):
     def _handle(self, answer: pb.Answer, data: memoryview | None) -> None:
         match answer.WhichOneof("kind"):
             case "executed":
+                # The callbacks below may queue the next execution, which needs this room.
                 self._room.release()
                 with self._changed:
                     done = self._in_flight.pop(answer.executed.sequence).done
                     if not self._in_flight:
                         self._idle_since = time.monotonic()
                         self._changed.notify_all()
+                # This is outside of the lock: callbacks of the future run here, and may call this engine.
                 if answer.executed.HasField("failure"):
                     done.set_exception(_error(answer.executed.failure))
                 else:
@@ -202,6 +210,7 @@ class RemoteEngine(Engine):
                     del self._requests[answer.part.request]
             case "attached":
                 self._attached.set_result(None)
+            # A process that has said goodbye must not fail because another process dies after it.
             case "ended" if not self._is_closing:
                 failure = answer.ended.failure
                 self._lose(failure.code, _ended(self._channel, failure.message))
@@ -219,7 +228,7 @@ class RemoteEngine(Engine):
         with self._changed:
             in_flight, self._in_flight = list(self._in_flight.values()), {}
             self._changed.notify_all()
-        # Outside of the lock: callbacks of the futures may call this engine.
+        # This is outside of the lock: callbacks of the futures may call this engine.
         for answer in in_flight:
             answer.done.set_exception(self._error)
         for request in list(self._requests.values()):
@@ -235,7 +244,7 @@ class RemoteEngine(Engine):
 
     def _wait(self, answer: Future[memoryview]) -> memoryview:
         self.waits += 1
-        # Ends in any case: `_lose` fails the future if the worker goes away.
+        # The wait ends in any case: `_lose` fails the future if the worker goes away.
         return answer.result()
 
     def compile(self, hlo_module: bytes, options: bytes) -> Executable:
@@ -262,6 +271,7 @@ class RemoteEngine(Engine):
                 "source": (hlo_module, options),
             },
         )
+        # At exit the session ends, and with it all of its programs.
         weakref.finalize(executable, self._dropped.append, message.program).atexit = False
         return executable
 
@@ -291,9 +301,12 @@ class RemoteEngine(Engine):
         rows: Sequence[Sequence[Buffer]],
         keep: frozenset[int],
     ) -> list[list[Buffer]]:
+        # The check comes before anything is registered: a refused execution must leave no trace.
         for number, argument in (place for row in rows for place in enumerate(row)):
             if argument.is_deleted:
                 raise PjrtError(Code.INVALID_ARGUMENT, f"argument {number} was given up: {argument.type}")
+        # An argument that never reached the worker fails the execution here: the worker does not know its
+        # number.
         if lost := [argument for row in rows for argument in row if not isinstance(argument, RemoteBuffer)]:
             return [
                 [Buffer(type_, device, lost[0].value) for type_ in executable.outputs] for device in devices
@@ -305,6 +318,7 @@ class RemoteEngine(Engine):
         done: Future[None] = Future()
         collectives = executable.native["collectives"]
         with self._changed:
+            # It is registered before it is sent, because the reader may get its answer at once.
             self._in_flight[sequence] = _Execution(done, executable.name, collectives, time.monotonic())
         first = self._new_numbers(len(devices) * len(executable.outputs))
         numbers = itertools.count(first)
@@ -327,9 +341,11 @@ class RemoteEngine(Engine):
             self._send([(pb.Command(execute=request), 8 * len(request.arguments))])
         except PjrtError:
             with self._changed:
+                # `_lose` may have taken it out already.
                 self._in_flight.pop(sequence, None)
             raise
         for row in rows:
+            # Only an execution that was sent takes its arguments: after a failure to send, they stay valid.
             for number in executable.native["donated"] - keep:
                 row[number].give_up("was donated to a program")
         return outputs
@@ -350,9 +366,11 @@ class RemoteEngine(Engine):
             for chunk, ends in chunks(data):
                 head = pb.Upload(array=number, type=announced, core=core, ends=ends)
                 yield bulk_encoding.upload(head, chunk), len(chunk)
+                # The worker knows the type from the first chunk.
                 announced = None
 
         self._send(uploads())
+        # The future is complete although the worker may still fail: that error comes when the array is read.
         return RemoteBuffer(type_, device, CompletedFuture(), number=number)
 
     def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
@@ -364,8 +382,10 @@ class RemoteEngine(Engine):
             return broken
         size = array_bytes(width(buffer.type.dtype), buffer.type.dims)
         if into is None and size > CHUNK_BYTES:
-            # Allocated once and not filled with zeros. One chunk is used as it arrives.
+            # The memory is allocated once and not filled with zeros. An answer of one chunk is used as it
+            # arrives.
             into = memoryview(np.empty(size, np.uint8).data)
+        # It is registered before it is sent, because the reader may get its answer at once.
         number, answer = self._ask(into)
         self.waits += 1
         self._send([(pb.Command(download=pb.Download(request=number, array=_number(buffer))), 0)])
@@ -384,12 +404,13 @@ class RemoteEngine(Engine):
         """Free the array on the worker, together with others, after everything that is queued."""
         if not isinstance(buffer, RemoteBuffer):
             buffer.give_up("was deleted")
+        # An array that was donated is released as well: the worker keeps its number until then.
         elif not buffer.is_released:
             buffer.is_released = True
             buffer.give_up("was deleted")
             self._released.append(buffer.number)
             if len(self._released) >= MAX_RELEASES:
-                # The outbox sends releases only when it is empty, and a busy one never is.
+                # The outbox sends releases only when it is empty, and a busy outbox never is.
                 self._send([(command, 0)] if (command := self._releases()) else [])
 
     def serialize(self, executable: Executable) -> bytes:
@@ -415,6 +436,7 @@ class RemoteEngine(Engine):
     def activities(self) -> list[DeviceActivity]:
         """Return the oldest execution in flight and since when it is, or since when the engine is idle."""
         with self._changed:
+            # A dictionary keeps the order of entry, so the first execution is the oldest.
             oldest = next(iter(self._in_flight.values()), None)
         device = self._local()[0].index
         if oldest is None:
@@ -435,7 +457,9 @@ class RemoteEngine(Engine):
             return
         # After the goodbye, the worker answers nothing.
         wait([request.done for request in list(self._requests.values())], min(timeout_s, GOODBYE_S))
+        # From here on, the reader regards the end of the stream as the answer to the goodbye.
         self._is_closing = True
+        # A full outbox must not delay the end of the process, whose worker may be gone.
         self._outbox.put(pb.Command(goodbye=pb.Goodbye()), may_wait=False)
         self._outbox.close()
         self._reader.join(GOODBYE_S)

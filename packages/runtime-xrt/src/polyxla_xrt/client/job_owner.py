@@ -30,6 +30,7 @@ class JobOwner:
     @classmethod
     def current(cls) -> JobOwner:
         """Return the current process as an owner."""
+        # The worker refuses texts that are too long, because they appear in the errors of other jobs.
         command = " ".join(sys.argv)[:_MAX_COMMAND_CHARS] or "python"
         return cls(socket.gethostname(), os.getpid(), _user(), command)
 

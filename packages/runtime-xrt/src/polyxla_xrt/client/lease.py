@@ -34,7 +34,7 @@ class Pod:
         workers: number of workers of the job.
         worker: index of the worker that this lease is on.
         host: its host, as the other workers reach it.
-        secret: what only the job's workers know.
+        secret: known only to the job's workers.
         coordinator: ``host:port`` of the coordinator of the job's replicas; empty for the first worker, which
             chooses it.
     """
@@ -98,6 +98,8 @@ class Lease:
 
     def _wait_for(self, request: pb.LeaseRequest, on_wait: Callable[[str], None]) -> pb.Granted:
         """Request the cores, and repeat the request if the worker's process is replaced during the wait."""
+        # The status comes first: its errors say what is wrong with the address or the version, and it has the
+        # number of cores.
         found = self._channel.status()
         _check_cores(request.cores, found.cores, self._channel.address)
         started, wait_s = time.monotonic(), request.wait_s
@@ -109,12 +111,15 @@ class Lease:
                 # The supervisor replaces a serving process that has failed, and the address answers again.
                 if time.monotonic() - started >= max(wait_s, REPLACED_S):
                     raise
+            # This blocks until the new process answers, so that the request below reaches it.
             self._channel.status(timeout_s=REPLACED_S)
             # The user's limit includes the time spent in the queue of the replaced process.
             request.wait_s = max(0.0, started + wait_s - time.monotonic())
 
     def _granted(self, on_wait: Callable[[str], None]) -> pb.Granted:
         try:
+            # The loop ends with the grant and leaves the call open: the call itself is the lease, and
+            # `_watch` reads on.
             for reply in self._call:
                 if reply.WhichOneof("kind") == "granted":
                     granted: pb.Granted = reply.granted
@@ -146,9 +151,11 @@ class Lease:
 
     def close(self) -> None:
         """Return the cores to the worker."""
-        # Set before the cancellation: `_watch` sees the call end, and must not report that as a loss.
+        # This precedes the cancellation: `_watch` sees the call end, and must not report that as a loss.
         self._is_closed = True
         with contextlib.suppress(Exception):
+            # The worker regards the end of the call as the end of the job. A connection that is gone already
+            # has ended it.
             self._call.cancel()
         self._channel.close()
         self._thread.join(CLOSE_S)
@@ -162,6 +169,7 @@ def lost(channel: WorkerChannel, error: Any) -> WorkerLostError:
         error: the failed call.
     """
     code, details = error.code(), error.details()
+    # With these statuses the worker itself ends a job; all others come from the connection.
     if code in (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
         return WorkerLostError(
             f"{channel.where} ended the job: {details}",

@@ -118,6 +118,7 @@ class MeshClient:
         try:
             self._attendance = self._attend(request, connect_wait_s, environ)
         except BaseException:
+            # No caller gets this object, so nobody else could close the channel.
             self._channel.close()
             raise
 
@@ -157,7 +158,10 @@ class MeshClient:
         first = pb.RendezvousRequest(tag=tag, ordinal=self.ordinal, replicas=replicas, timeout_s=timeout_s)
         if self._is_closed:
             raise self._lost(tag, "this process has said goodbye")
+        # The seal names the rendezvous and the participant, so that no other payload of the job can take its
+        # place.
         sent = sealed(self._secret, payload_of(tag, self.ordinal, replicas), payload)
+        # The service times the rendezvous. This deadline only ends a call that the service no longer answers.
         call = self._stub.Rendezvous(
             _requests(first, sent), timeout=timeout_s + MARGIN_S, metadata=self._metadata
         )
@@ -166,6 +170,7 @@ class MeshClient:
         except grpc.RpcError as error:
             raise self._explain(tag, error) from None
         except BaseException:
+            # After Ctrl-C, the service must not count a participant that no longer waits.
             call.cancel()
             raise
 
@@ -175,6 +180,7 @@ class MeshClient:
         try:
             return tuple(
                 unsealed(self._secret, payload_of(tag, ordinal, replicas), payload)
+                # A wrong number of payloads is as suspicious as a wrong seal: both raise ValueError.
                 for ordinal, payload in zip(ordinals, received, strict=True)
             )
         except ValueError:
@@ -185,11 +191,13 @@ class MeshClient:
         with self._lock:
             if self._is_closed:
                 return
+            # It is set first: a call that begins during the goodbye must fail and not wait for the others.
             self._is_closed = True
         try:
             with contextlib.suppress(grpc.RpcError):
                 request = pb.GoodbyeRequest(ordinal=self.ordinal)
                 self._stub.Goodbye(request, timeout=GOODBYE_S, metadata=self._metadata)
+            # The service ends the stream when it has the goodbye.
             self._attendance.end(timeout_s=1.0)
         finally:
             self._channel.close()
@@ -204,6 +212,7 @@ class MeshClient:
             if code in _FAILURES:
                 kind, fix = _FAILURES[code]
                 raise kind(f"the mesh service refuses: {details}", where=self._where, fix=fix) from None
+            # A gRPC server answers this to a service that it does not have.
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 found = "the gRPC server there is not a mesh service"
             else:
@@ -256,9 +265,11 @@ def read_config(address: str, wait_s: float, environ: Mapping[str, str]) -> pb.C
         stub = mesh_pb2_grpc.MeshStub(channel)
         request = pb.ConfigRequest(protocol=PROTOCOL)
         reply: pb.ConfigReply
+        # gRPC itself retries until the deadline, because the first host may start later.
         reply, call = stub.Config.with_call(
             request, timeout=wait_s, wait_for_ready=True, metadata=_metadata(secret)
         )
+        # The list says where the job's data goes, so it must come from a process that knows the job's secret.
         given = dict(call.trailing_metadata()).get(SEAL_TRAILER, "")
         if not hmac.compare_digest(given, config_seal(secret, reply.SerializeToString(deterministic=True))):
             raise MeshConnectError(
@@ -268,6 +279,7 @@ def read_config(address: str, wait_s: float, environ: Mapping[str, str]) -> pb.C
             )
     except grpc.RpcError as error:
         code, details = _status(error)
+        # gRPC does not say why nothing answered; a short connection shows what is there.
         found = look(address) if code is grpc.StatusCode.DEADLINE_EXCEEDED else f"{details} ({code.name})"
         raise MeshConnectError(
             f"this host got no list of workers from the mesh service at {address}: {found}",
@@ -286,12 +298,13 @@ def _metadata(secret: str) -> tuple[tuple[str, str], ...]:
 
 
 def _open_channel(address: str) -> Any:
-    # With an explicit scheme: gRPC would read a host called `unix` as one.
+    # The scheme is explicit, because gRPC would read a host called `unix` as a scheme.
     return grpc.insecure_channel(f"dns:///{address}", options=(*OPTIONS, *CLIENT_OPTIONS))
 
 
 def _requests(first: pb.RendezvousRequest, payload: bytes) -> Iterator[pb.RendezvousRequest]:
     request = first
+    # Only the first message has the other fields; see the protocol.
     for piece, _ in chunks(payload):
         request.payload = bytes(piece)
         yield request

@@ -30,12 +30,15 @@ def look(address: str) -> str:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as peer:
+            # A server of HTTP/2 answers the preface with its settings; a server of anything else answers with
+            # an error, closes or stays silent.
             peer.sendall(_PREFACE)
             answer = _listen(peer)
     except socket.gaierror as error:
         return f"its host does not resolve: {error.strerror}"
     except (BrokenPipeError, ConnectionResetError):
-        # A closed connection: which of the two errors, or none, depends on timing.
+        # The peer has closed the connection. Timing decides which of the two errors the socket raises, if
+        # any.
         return _describe(b"")
     except TimeoutError:
         return "the connection timed out: a firewall may drop packets"

@@ -97,12 +97,13 @@ def answers(encoded: bytes) -> Iterable[Decoded]:
 
 
 def _decode(encoded: bytes, form: _Form) -> Iterable[Decoded]:
+    # A smaller batch has no bulk data, and protobuf decodes it faster.
     if len(encoded) >= MIN_BYTES:
         try:
             return [_decode_one(body, form) for body in _split(memoryview(encoded))]
         except _OtherFormError:
             pass
-    # Lazy: the reader of a batch of a million messages may refuse the first.
+    # The result is lazy, because the reader of a batch of a million messages may refuse the first.
     return map(Decoded, getattr(form.batch.FromString(encoded), form.messages))
 
 
@@ -137,6 +138,7 @@ def _cut(message: memoryview, field: int) -> tuple[memoryview, memoryview]:
     """Cut a message into what precedes its data, and the data."""
     at = 0
     while at < min(len(message), MAX_HEAD_BYTES):
+        # The data must be the last field. All fields before it are skipped here and left to protobuf.
         head = message[:at]
         number, wire, at = _tag(message, at)
         if wire == _SIZED:
@@ -152,7 +154,7 @@ def _cut(message: memoryview, field: int) -> tuple[memoryview, memoryview]:
 
 def _tag(view: memoryview, at: int) -> tuple[int, int, int]:
     """Return the number and the wire type of the field at `at`, and where its content begins."""
-    # One byte, as all fields here have numbers below 16.
+    # A tag is one byte, because all fields here have numbers below 16.
     tag, at = _varint(view, at, 1)
     return tag >> 3, tag & 7, at
 
@@ -160,6 +162,7 @@ def _tag(view: memoryview, at: int) -> tuple[int, int, int]:
 def _extent(view: memoryview, at: int) -> tuple[int, int]:
     """Return where the content begins and ends whose length is at `at`."""
     size, start = _varint(view, at, _MAX_LENGTH_BYTES)
+    # The length comes from the peer, and a slice would silently be shorter.
     if start + size > len(view):
         raise _OtherFormError
     return start, start + size

@@ -33,6 +33,7 @@ class BulkMessage:
 
     def __init__(self, kind: int, head: bytes, field: int, data: Buffer) -> None:
         inner = _tag(field) + _varint(len(data))
+        # The data stays outside: only its length is needed here, and `encode` joins all buffers in one copy.
         body = len(head) + len(inner) + len(data)
         self.buffers: tuple[Buffer, ...] = (_tag(kind) + _varint(body) + head + inner, data)
         self.size = sum(len(buffer) for buffer in self.buffers)
@@ -78,7 +79,8 @@ def encode_all(take: Callable[[], list[Any] | None]) -> Iterator[bytes]:
 
 
 def _tag(field: int) -> bytes:
-    # Field numbers here are below 16, so a tag is one byte. Wire type 2: a length and so many bytes follow.
+    # Field numbers here are below 16, so a tag is one byte. Wire type 2 means that a length follows, and then
+    # as many bytes.
     return bytes([field << 3 | 2])
 
 

@@ -22,6 +22,7 @@ Options = tuple[tuple[str, int], ...]
 CLIENT_OPTIONS: Options = (
     # Services are reached directly: a proxy would answer in their place.
     ("grpc.enable_http_proxy", 0),
+    # gRPC backs off for up to two minutes by default. A process that is replaced is back within seconds.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -31,14 +32,14 @@ CLIENT_OPTIONS: Options = (
 """Options of every client, in addition to those of its service."""
 
 MOST_CONNECTIONS = 1024
-"""The most connections of strangers to one server, where descriptors would allow more."""
+"""Maximum number of connections to one server, unless its own peers need more."""
 
 
 def server_options(peers: int) -> Options:
     """Return the options of a server, in addition to those of its service.
 
-    Strangers connect, too: a connection that says nothing, or has no call, does not stay, and all connections
-    together leave half of the process's descriptors for its work.
+    Third parties can connect, too. A connection that sends nothing, or has no call, is closed, and all
+    connections together leave half of the process's file descriptors for its work.
 
     Args:
         peers: number of connections that the service itself needs.
@@ -64,11 +65,15 @@ def peer_options(ping_s: int, silence_s: int) -> Options:
     """
     timeout_ms = (silence_s - ping_s) * 1000
     return (
+        # A batch has about one chunk, so this leaves room, and no peer can send a message that fills the
+        # memory.
         ("grpc.max_send_message_length", 4 * CHUNK_BYTES),
         ("grpc.max_receive_message_length", 4 * CHUNK_BYTES),
         ("grpc.keepalive_time_ms", ping_s * 1000),
         ("grpc.keepalive_timeout_ms", timeout_ms),
         ("grpc.http2.ping_timeout_ms", timeout_ms),
+        # A peer without a call, or without data to send, must be found dead as well; by default gRPC then
+        # stops its pings.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     )

@@ -43,11 +43,13 @@ class Outbox:
             size: bytes of data in the message.
             may_wait: False queues the message even if the queue is full.
         """
+        # Messages without data count as well, or any number of them would fit.
         size += _OVERHEAD_BYTES
         with self._changed:
             # An empty queue takes a message of any size: one that exceeds the limit travels alone.
             while may_wait and self._bytes and self._bytes + size > LIMIT_BYTES and not self._is_closed:
                 self._changed.wait()
+            # The queue may have ended while this call waited for room.
             if self._is_closed:
                 return False
             self._items.append((item, size))
@@ -100,6 +102,7 @@ class Outbox:
         """Refuse new messages and drop those that are queued: the stream is gone."""
         with self._changed:
             self._is_closed = self._is_cut = True
+            # Blocked producers wake and see the end. The data must not stay in memory, since nobody takes it.
             self._items.clear()
             self._bytes = 0
             self._changed.notify_all()

@@ -23,7 +23,8 @@ OPTIONS = peer_options(ping_s=5, silence_s=SILENCE_S)
 
 
 def format_holder(holder: pb.Holder) -> str:
-    """Format the owner of a job for a message on one line; what its client has said of it may be anything."""
+    """Format the owner of a job for a message on one line; its client may have sent any text."""
+    # Another user's terminal prints this text, so it must not contain control characters.
     text = f"{holder.user}@{holder.host} (pid {holder.pid}, {holder.command})"
     return printable(text).replace("\n", "\\n")
 

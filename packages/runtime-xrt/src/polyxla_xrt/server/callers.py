@@ -1,4 +1,4 @@
-"""The proof that a call is from a client of ours: a token in its headers, compared before all else."""
+"""Whether a call comes from a client of ours: its headers must have the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rejection of malformed requests without the code of grpcio that leaks memory for each of them."""
+"""Rejection of malformed requests that avoids a memory leak of grpcio."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MalformedRequests(grpc.ServerInterceptor):  # type: ignore[misc]
     """
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """Return the call's handler; if it takes one request, with a deserializer that does not raise."""
+        """Return the call's handler; a handler of one request gets a deserializer that does not raise."""
         handler = continuation(details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler

@@ -1,1 +1,1 @@
-"""The mesh service: `rendezvous` holds its state, `service` answers its calls, `server` runs it."""
+"""The mesh service: `rendezvous` holds its state, `server` answers its calls and runs it."""

@@ -111,6 +111,7 @@ class Mesh:
             text = f"Invalid ordinal: {ordinal}, of {self.world_size} replicas"
         elif ordinal in self._attending:
             text = f"Duplicate ordinal: {ordinal} already attends"
+        # The others have already got the error of its end, so a new process must not take its place.
         elif ordinal in self._gone:
             text = f"Ordinal {ordinal} {self._gone[ordinal]}, and cannot come back"
         if text:
@@ -131,8 +132,11 @@ class Mesh:
             self._settle_owed(tag, ordinal)
             arrival.answer(failed.failure)
             return
+        # An invalid or departed ordinal comes this far, because `_problem` has the texts for both.
         wanted = self._wanted(arrival)
         rendezvous = self._rendezvous.setdefault(tag, _Rendezvous(wanted))
+        # The check precedes the entry, or every arrival would be its own duplicate. The entry follows in any
+        # case, so that `_fail` answers this arrival, too.
         failure = self._problem(rendezvous, arrival, wanted)
         rendezvous.arrivals.append(arrival)
         if failure:
@@ -155,6 +159,8 @@ class Mesh:
             if min(arrival.deadline for arrival in rendezvous.arrivals) <= now:
                 text = f"Ordinals missing at the deadline: {format_ordinals(rendezvous.missing)}"
                 unseen = tuple(ordinal for ordinal in rendezvous.missing if ordinal not in self._attending)
+                # A replica that never connected was not started or cannot reach this host, which is another
+                # fault than a replica that hangs.
                 text += f" (of these never connected: {format_ordinals(unseen)})" if unseen else ""
                 self._fail(tag, MeshFailure(FailureKind.MISSING, text))
 
@@ -175,6 +181,7 @@ class Mesh:
         for tag in list(self._failed):
             self._settle_owed(tag, ordinal)
         for tag, rendezvous in list(self._rendezvous.items()):
+            # Nobody should wait for the deadline of a rendezvous that cannot complete any more.
             if ordinal in rendezvous.replicas:
                 self._fail(tag, self._is_gone((ordinal,)))
 
@@ -195,6 +202,7 @@ class Mesh:
             text = f"Duplicate ordinal: {format_ordinals(twice)}, in the replicas of ordinal {ordinal}"
         elif ordinal not in wanted:
             text = f"Invalid ordinal: {ordinal} is not one of its replicas ({format_ordinals(wanted)})"
+        # The first arrival decides the replicas, so the error shows its list first.
         elif wanted != rendezvous.replicas:
             known, given = format_ordinals(rendezvous.replicas), format_ordinals(wanted)
             text = f"Mismatching replicas: ({known}) vs. ({given}) of {ordinal}"
@@ -215,6 +223,7 @@ class Mesh:
 
     def _complete(self, tag: str) -> None:
         arrivals = sorted(self._rendezvous.pop(tag).arrivals, key=lambda arrival: arrival.ordinal)
+        # The rendezvous is removed already, because an answer may lead to the next call of the same tag.
         payloads = tuple(arrival.payload for arrival in arrivals)
         for arrival in arrivals:
             arrival.answer(payloads)
@@ -223,7 +232,7 @@ class Mesh:
         rendezvous = self._rendezvous.pop(tag)
         if failure.kind is not FailureKind.GONE:
             self._remember(tag, rendezvous, failure)
-        # Answered last: an answer may lead to the next call of the same tag.
+        # The answers come last, because an answer may lead to the next call of the same tag.
         for arrival in rendezvous.arrivals:
             arrival.answer(failure)
 
@@ -235,6 +244,7 @@ class Mesh:
         """
         expected = {ordinal for arrival in rendezvous.arrivals for ordinal in self._wanted(arrival)}
         answered = {arrival.ordinal for arrival in rendezvous.arrivals}
+        # An ordinal that does not exist never arrives, and its failure would stay forever.
         owed = {ordinal for ordinal in expected - answered - self._gone.keys() if ordinal < self.world_size}
         if owed:
             self._failed[tag] = _Failed(failure, owed)

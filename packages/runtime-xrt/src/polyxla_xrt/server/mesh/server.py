@@ -40,7 +40,7 @@ GRACE_S = 2.0
 
 _SERVER_OPTIONS = (
     *OPTIONS,
-    # Otherwise Linux would let two services share a port, each with half of the participants.
+    # With a shared port, Linux would let two services listen, each with half of the participants.
     ("grpc.so_reuseport", 0),
     # A waiting participant pings all the time; by default a server closes the connection at the third ping.
     ("grpc.http2.max_ping_strikes", 0),
@@ -78,6 +78,7 @@ class MeshServer:
         threading.Thread(target=self._run, args=(address,), name="mesh-service", daemon=True).start()
         try:
             bound = self._started.result(START_S)
+        # Another process may have taken the port since the check, and then gRPC raises without the reason.
         except RuntimeError as error:
             _refuse(address, str(error))
         self.address = join_address(host.strip("[]"), bound)
@@ -94,6 +95,7 @@ class MeshServer:
             The ordinals of the participants that had not left.
         """
         with self._lock:
+            # A second call must not set the future again. It waits for the same end.
             if not self._closing.done():
                 self._closing.set_result(timeout_s)
         return self._ended.result(timeout_s + GRACE_S + START_S)
@@ -102,6 +104,7 @@ class MeshServer:
         try:
             self._ended.set_result(asyncio.run(self._serve(address)))
         except Exception as error:
+            # No caller is on this thread: whoever waits for the start or the end gets the error.
             for waiting in (self._started, self._ended):
                 if not waiting.done():
                     waiting.set_exception(error)
@@ -119,13 +122,14 @@ class MeshServer:
         timeout_s = await asyncio.wrap_future(self._closing)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(servicer.all_gone.wait(), timeout_s)
+        # This precedes the stop, which ends all streams and so makes every participant look lost.
         staying = self._mesh.staying
         await server.stop(GRACE_S)
         return staying
 
 
 class CallersOfTheJob(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Rejects the calls of others when their headers arrive; no message of them is waited for.
+    """Rejects the calls of others as soon as their headers arrive, without waiting for a message.
 
     Args:
         token: what the calls of the job carry.
@@ -136,12 +140,15 @@ class CallersOfTheJob(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Return the call's handler, or one that rejects the call."""
+        # Anyone who reaches the port can call. The headers arrive first, so no payload of others is ever
+        # read.
         if is_right(details, self._token):
             return await continuation(details)
 
         async def refuse(_: Any, context: Any) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem(details, "mesh service"))
 
+        # A handler of streams serves calls of every kind and waits for no message.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
@@ -153,6 +160,8 @@ def _check_bindable(host: str, port: int, address: str) -> None:
         _refuse(address, f"{host!r} does not resolve: {error.strerror}")
     problems = [problem for family, _, _, _, where in found if (problem := _try_to_bind(family, where))]
     for problem in problems:
+        # A host may have an address of a family that this machine lacks, which is harmless. A taken port is
+        # not: some participants would reach the other process.
         if problem.errno == errno.EADDRINUSE or len(problems) == len(found):
             _refuse(address, problem.strerror or str(problem))
 
@@ -160,7 +169,7 @@ def _check_bindable(host: str, port: int, address: str) -> None:
 def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as trial:
-            # As gRPC does: a lingering connection of the last run does not block the port.
+            # gRPC does the same: a lingering connection of the last run does not block the port.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(where)
     except OSError as error:
@@ -211,12 +220,13 @@ class MeshServicer:
         failure = _other_protocol(request) or self._mesh.attend(request.ordinal, request.world_size)
         if failure:
             await _abort(context, failure)
+        # The event exists before the reply, after which the participant may say goodbye.
         goodbye = self._goodbyes[request.ordinal] = asyncio.Event()
         try:
             await context.write(pb.AttendReply())
             await goodbye.wait()
         finally:
-            # No effect after a goodbye.
+            # This has no effect after a goodbye.
             self._mesh.lose(request.ordinal)
             self._check_all_gone()
 
@@ -235,6 +245,7 @@ class MeshServicer:
 
     async def Goodbye(self, request: pb.GoodbyeRequest, context: Any) -> pb.GoodbyeReply:  # noqa: N802
         """Record a participant's goodbye and end its stream."""
+        # The goodbye is recorded before the stream ends, or its end would count as a death.
         self._mesh.leave(request.ordinal)
         self._check_all_gone()
         if goodbye := self._goodbyes.get(request.ordinal):
@@ -246,6 +257,7 @@ class MeshServicer:
         if request.protocol != PROTOCOL:
             text = f"A host speaks protocol {request.protocol}, the mesh service {PROTOCOL}"
             await _abort(context, MeshFailure(FailureKind.REFUSED, text))
+        # Serialization must be deterministic: the host computes the seal of the reply that it parsed.
         seal = config_seal(self._secret, self._config.SerializeToString(deterministic=True))
         context.set_trailing_metadata(((SEAL_TRAILER, seal),))
         return self._config
@@ -255,18 +267,21 @@ class MeshServicer:
         answered: asyncio.Future[Outcome] = loop.create_future()
 
         def answer(found: Outcome) -> None:
-            # Done if its caller was cancelled in this iteration of the event loop.
+            # It is done if its caller was cancelled in this iteration of the event loop.
             if not answered.done():
                 answered.set_result(found)
 
         deadline = loop.time() + request.timeout_s
         replicas = tuple(request.replicas)
         arrival = Arrival(request.tag, request.ordinal, payload, replicas, deadline, answer)
+        # `expire` gets the deadline and not the time: asyncio may call a moment early, and would then expire
+        # nothing.
         timer = loop.call_at(deadline, self._mesh.expire, deadline)
         try:
             self._mesh.arrive(arrival)
             return await answered
         finally:
+            # A caller that was cancelled must not count as arrived. After an answer, this has no effect.
             timer.cancel()
             self._mesh.withdraw(arrival)
 
@@ -291,6 +306,7 @@ async def _receive(
         first = request if first is None else first
         parts.append(request.payload)
         size += len(request.payload)
+        # Every message is checked, because the parts stay in memory until the last one.
         if size > MAX_PAYLOAD_BYTES + SEAL_CHARS:
             return MeshFailure(FailureKind.REFUSED, f"A payload has more than {MAX_PAYLOAD_BYTES} bytes")
     if first is None or not 0 < first.timeout_s <= LONGEST_WAIT_S:
