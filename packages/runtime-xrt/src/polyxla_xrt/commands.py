@@ -86,7 +86,8 @@ def serve(
         security = Security(token_file, tls_cert, tls_key, tls_client_ca, insecure)
         security.check(host)
         security = security.with_own_token()
-        # Read once before forking: a serving process that failed on them would be replaced over and over.
+        # The files are read once before the fork: a serving process that failed on them would be replaced
+        # over and over.
         security.token()
         security.credentials()
         logs.start(as_json=as_json)

@@ -24,7 +24,7 @@ class ServiceError(PolyxlaError):
         return f"{self.what} (from {self.where}). {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # With the dictionary: it holds the notes that name the replica.
+        # The dictionary is passed on, because it holds the notes that name the replica.
         return (_rebuild, (type(self), self.what, self.where, self.fix), self.__dict__)
 
 

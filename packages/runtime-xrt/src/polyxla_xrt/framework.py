@@ -45,9 +45,10 @@ def prepared_plan(nprocs: int | None = None) -> Plan | None:
         nprocs: the ``nprocs`` of ``xmp.spawn``: the number of cores, or 1, which torch_xla starts itself.
 
     Raises:
-        UsageError: so many processes cannot share the cores.
+        UsageError: this many processes cannot share the cores.
     """
     environ = snapshot()
+    # A replica starts no further processes, and an SPMD program drives all cores from a single process.
     if not wants_node(environ) or environ.get(env.POLYXLA_XRT_ASSIGNMENT) or xr.is_spmd():
         return None
     plan = configured_plan(environ)

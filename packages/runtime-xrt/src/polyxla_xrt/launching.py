@@ -50,6 +50,8 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
     if job.process_method is None and len(plan.devices) == 1:
         return _run_here(job, plan)
     method = job.process_method or "forkserver"
+    # Both cases fail if this process uses the device already: a forked child would inherit a client of gRPC
+    # without its threads, and the worker grants nobody the cores that this process holds.
     if method == "fork" or _has_cores(plan):
         refuse_if_device_in_use("launch")
     main = functools.partial(run_process, job.run, plan)
@@ -79,6 +81,7 @@ def run_process(replica: Callable[[Place], Any], plan: Plan, process: int) -> An
 def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
     """Run every replica of a plan on this host and return their results, in the order of the processes."""
     environ = _with_secret(plan, work.environ)
+    # The lease outlives the processes: a worker whose lease ends tells them that the job is over.
     with LeaseHolder(plan, environ) as lease:
         environs = plan.process_environments(environ, lease.worker_address, lease.job, lease.mesh_address)
         return run_processes(work, range(len(environs)), environs, method=method, preload=preload())
@@ -88,6 +91,7 @@ def _with_secret(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with the job's secret. Several hosts derive it from their workers' token."""
     token = find(environ, env.POLYXLA_XRT_TOKEN_FILE)
     hosts = plan.configuration.hosts
+    # All hosts must have the same secret, and the token is known to all of them.
     if hosts > 1 and token and not environ.get(POLYXLA_SECRET):
         secret = derived(read_token(Path(token.text), token.where), "the job of several hosts")
         return {**environ, POLYXLA_SECRET: secret}

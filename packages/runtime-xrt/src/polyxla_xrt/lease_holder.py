@@ -71,7 +71,7 @@ class LeaseHolder:
     """
 
     def __init__(self, plan: Plan, environ: Mapping[str, str]) -> None:
-        # Read first: an invalid value must fail before a process is started.
+        # These come first: an invalid value must fail before a process is started.
         limit_s, self._stall_s = job_wait_s(environ), stall_timeout_s(environ)
         ours, theirs = Pipe()
         self._pipe = ours
@@ -83,7 +83,7 @@ class LeaseHolder:
             # A terminal sends Ctrl-C to the whole session; the helper ends with its launcher instead.
             start_new_session=True,
         )
-        # While this process held the helper's end, too, the pipe would not end with the helper.
+        # If this process also held the end of the helper, the pipe would not close when the helper ends.
         theirs.close()
         try:
             # A helper that has already ended is noticed next, by `_wait`.
@@ -116,7 +116,7 @@ class LeaseHolder:
                     raise _failed(
                         f"has been stopped for {self._stall_s:g} s (kill -CONT continues a process)"
                     )
-                # Short waits: a stopped process closes no pipe.
+                # The waits are short, because a stopped process closes no pipe.
                 if self._pipe.poll(min(_LOOK_S, deadline - now)):
                     message = self._pipe.recv()
                     if isinstance(message, PolyxlaError):
@@ -130,6 +130,7 @@ class LeaseHolder:
         raise _failed(f"got no worker within {timeout_s:g} s")
 
     def _ending(self) -> str:
+        # The pipe may close a moment before the process can be reaped.
         with contextlib.suppress(subprocess.TimeoutExpired):
             if (code := self._process.wait(END_S)) < 0:
                 return f"was ended by {signal_name(-code)}"
@@ -188,7 +189,8 @@ def _hold(pipe: Connection, plan: Plan, owner: JobOwner, environ: Mapping[str, s
     )
     mesh: Any = None
     try:
-        # After the lease: the mesh gives the other hosts the coordinator, which the first worker chose.
+        # The mesh comes after the lease, because it gives the other hosts the coordinator that the first
+        # worker chose.
         if len(plan.devices) > 1 and configuration.host_index == 0:
             config = pb.ConfigReply(
                 workers=write_workers(configuration.workers), coordinator=lease.coordinator
@@ -201,6 +203,7 @@ def _hold(pipe: Connection, plan: Plan, owner: JobOwner, environ: Mapping[str, s
     finally:
         lease.close()
         if mesh:
+            # The replicas have ended or are about to be ended, so nobody is waited for.
             mesh.close(0)
 
 
@@ -213,7 +216,7 @@ def _worker(plan: Plan, environ: Mapping[str, str]) -> tuple[Worker, Pod | None]
     host = configuration.host_index
     if configuration.hosts == 1:
         return configuration.workers[0], None
-    # The workers' own, which does not reveal the job's.
+    # The workers get a secret of their own, which does not reveal that of the job.
     secret = derived(environ[POLYXLA_SECRET], "the job's workers")
     if host == 0:
         worker = configuration.workers[0]

@@ -45,6 +45,7 @@ def ensure_service(
     if not configuration.starts_service:
         return
     address = configuration.workers[configuration.host_index].address
+    # The client will send its token there, which only a worker of the same user may get.
     if _listens(address):
         refuse_another_users(address)
         return
@@ -68,12 +69,14 @@ def ensure_service(
             # It serves later jobs, too, and must not get this terminal's Ctrl-C.
             start_new_session=True,
         )
-    # Referenced for as long as this process lives: Popen warns about a dropped child that still runs.
+    # The reference stays for as long as this process lives: Popen warns about a dropped child that still
+    # runs.
     _started.append(process)
     report(f"started a worker of {served} at {address} (pid {process.pid}); it ends after its last job")
     deadline = time.monotonic() + (START_TPU_S if on_tpu else START_S)
     while time.monotonic() < deadline:
-        # Checked first: another job may have been faster, and this worker found the port taken and ended.
+        # This comes first: another job may have been faster, so that this worker found the port taken and
+        # ended.
         if _listens(address):
             return
         if process.poll() is not None:

@@ -31,6 +31,8 @@ class Node(EnginePlugin):
 
     def make_engine(self) -> Engine:
         """Connect to the worker, with the cores that a launcher assigned to this process, or with all."""
+        # The import waits until here, because programs that launch replicas import this module and may fork,
+        # which the threads of gRPC do not survive.
         from polyxla_xrt.client.engine import RemoteEngine
 
         environ = snapshot()
@@ -44,6 +46,7 @@ class Node(EnginePlugin):
     def refusal_of_spmd(self) -> str:
         """Refuse partitioned programs in a replica, which has one core, and on several workers."""
         environ = snapshot()
+        # Only a launcher assigns a core. A program without an assignment has all cores of its worker.
         if read_assignment(environ):
             return "a replica has one core; run an SPMD program without launching replicas, by python SCRIPT"
         hosts = configured_plan(environ).configuration.hosts
@@ -98,6 +101,8 @@ def position() -> DeviceActivity:
     if _own.engine is None:
         return DeviceActivity(0, None, (), 0.0)
     at = _own.engine.activities()[0]
+    # While a replica waits for others outside of its device, the device is idle, and its activity would not
+    # explain the wait.
     if _own.waits_at is None:
         return at
     return DeviceActivity(at.device, _own.waits_at, (), time.monotonic() - _own.since)
@@ -114,9 +119,11 @@ def _end_process(error: WorkerError, code: int) -> None:
     Called on the engine's reader thread, which must not block: another thread ends the process. The program's
     futures have not failed yet, so what it raises comes after this.
     """
+    # A connection that broke is the cause itself. A worker that ends the job has a reason, which the launcher
+    # learns from the replica that died.
     failures.blame(error, follows_another=code != Code.UNAVAILABLE)
     if code == Code.DEADLINE_EXCEEDED and failures.has_parent():
-        # Reported on this thread, while the program's stack still shows where it waits.
+        # The report comes from this thread, while the stack of the program still shows where it waits.
         failures.report_stall(f"polyxla: {error.what}\n{describe()}")
         return
     threading.Thread(target=_end, args=(error,), name="polyxla-end", daemon=True).start()

@@ -21,7 +21,8 @@ def lease_cores(plan: Plan, environ: Mapping[str, str]) -> tuple[Assignment, Cal
     Raises:
         PolyxlaError: the worker is not available.
     """
-    # Imported here: the launcher imports this module and may fork, which gRPC's threads do not survive.
+    # The import waits until here, because the launcher imports this module and may fork, which the threads of
+    # gRPC do not survive.
     from polyxla_xrt.client.lease import Lease
 
     ensure_service(plan.configuration, environ, say)

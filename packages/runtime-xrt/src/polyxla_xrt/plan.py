@@ -80,7 +80,8 @@ class Plan:
             mesh: ``host:port`` of the mesh service; empty for one replica.
         """
         services = self._store(environ) | ({env.XRT_MESH_SERVICE_ADDRESS: mesh} if mesh else {})
-        # `_device_variables(1)` comes last of the two: a process drives one device, not all of the host.
+        # `_device_variables(1)` overrides those in `program_environment`: a process drives one device, not
+        # all of the host.
         common = {**environ, **self.program_environment(), **_device_variables(1), **services}
         return [
             _without_none(
@@ -93,6 +94,8 @@ class Plan:
 
     def _store(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the address of torch.distributed's store; torch_xla uses one fixed port for all jobs."""
+        # The processes of other hosts could not learn a port that this host chooses, and a user's own port
+        # stays.
         if self.configuration.hosts > 1 or environ.get(env.MASTER_PORT):
             return {}
         return {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_ports(1)[0])}
@@ -122,6 +125,8 @@ def plan_for(configuration: Configuration, devices: Sequence[int]) -> Plan:
         UsageError: several hosts would use only some of their cores, or have no mesh service.
     """
     count = len(all_cores(configuration))
+    # `child_world` assumes equally many replicas on every host, and a subset of the cores need not be
+    # distributed equally.
     if configuration.hosts > 1 and len(devices) != count:
         raise UsageError(
             f"a job of {configuration.hosts} hosts must use all {count} cores, not {len(devices)} of them",

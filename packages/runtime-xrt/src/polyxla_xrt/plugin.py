@@ -33,7 +33,7 @@ def polyxla_environment(environ: Mapping[str, str], devices: tuple[int, ...]) ->
     configuration = required_configuration(environ)
     plan = plan_for(configuration, devices)
     if plan.address and not configuration.starts_service:
-        # Checked now: importing torch_xla first would delay the error by seconds.
+        # The check comes first, because importing torch_xla would delay the error by seconds.
         check_reachable(plan.address, environ)
     return plan.program_environment()
 

@@ -55,6 +55,7 @@ def run_replica(replica: Callable[[Place], Any], place: Place) -> Any:
         replica: what to run; called with `place`.
         place: the replica's place in the plan.
     """
+    # This comes first, so that a stall during the preparation can be described, too.
     failures.describe_with(node.describe)
     prepare_process(shares_gil=True)
     # The fork server may have imported torch_xla in an environment without a node.
@@ -94,12 +95,14 @@ def _meet(
     try:
         return list(mesh.rendezvous(tag, payload, replicas or (), timeout_s=limit_s))
     except MissingError as error:
+        # The launching process collects the positions of the others, which this error alone does not have.
         failures.report_stall(
             f"polyxla: a replica stalls: it waits for others at a rendezvous ({node.position()}). "
             f"{error}\n{node.describe()}"
         )
         raise
     except ParticipantLostError:
+        # The launching process names the process that died with its signal, which says more than this error.
         failures.defer_to_launcher()
         raise
     finally:

@@ -35,6 +35,7 @@ def read_address(variable: Variable, text: str) -> tuple[str, int]:
             raise _invalid_address(variable, f"{text!r} has no IPv6 address in its brackets", "[::1]:8470")
     else:
         host, colon, tail = rest.partition(":")
+        # A second colon means IPv6 without brackets, where any part could be the port.
         if ":" in tail:
             raise _invalid_address(
                 variable, f"{text!r} has too many colons; IPv6 needs brackets", _bracketed(rest)

@@ -84,6 +84,8 @@ def source(environ: Mapping[str, str]) -> Variable | None:
     on_pod = mesh and find(environ, env.XRT_LOCAL_WORKER)
     if (cores := find(environ, env.TPU_NUM_DEVICES)) and not on_pod:
         return cores
+    # Each of these two variables needs the other. If only one is set, it is chosen last, so that it is
+    # reported as incomplete.
     mapped, workers = find(environ, env.XRT_DEVICE_MAP), find(environ, env.XRT_WORKERS)
     if mapped and workers:
         return mapped
@@ -104,7 +106,7 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration | None:
     chosen = source(environ)
     if chosen is None:
         return None
-    # First, because the other checks would report a replica's leftovers as contradictions.
+    # This comes first, because the other checks would report a replica's leftovers as contradictions.
     _refuse_leftovers(environ)
     cluster = _cluster(chosen, environ)
     local = _local_worker(cluster, environ)
@@ -173,6 +175,7 @@ def _local_worker(cluster: _Cluster, environ: Mapping[str, str]) -> WorkerId:
     known = [worker.id for worker in cluster.workers]
     if local is None and known:
         return known[0]
+    # Without a list of workers, there is no first worker that this host could drive by default.
     if local is None:
         raise cluster.source.error(
             "it names the mesh service, but no variable says which worker this host drives",
@@ -184,6 +187,7 @@ def _local_worker(cluster: _Cluster, environ: Mapping[str, str]) -> WorkerId:
             f"{asked} is not among the workers {', '.join(map(str, known))} of {cluster.source.name}",
             f"Write one of them, or unset it to use {known[0]}; it may be left over from an earlier run.",
         )
+    # The other hosts get the list from the mesh service, which gets it from this host.
     if not known and asked.task == 0:
         raise local.error(
             "this host drives worker 0 and must give the other hosts the list of workers, but has none",
@@ -200,6 +204,7 @@ def _hosts(cluster: _Cluster, environ: Mapping[str, str]) -> int:
         return workers or 1
     hosts = read_count(variable, "the number of hosts")
     if workers and hosts != workers:
+        # In a replica's environment, the same variable is the number of replicas.
         replicas = hosts == workers * cluster.devices
         hint = " (the number of replicas: is it left over from a replica?)" if replicas else ""
         raise variable.error(

@@ -69,7 +69,7 @@ def process_count(configuration: Configuration, nprocs: int | None = None) -> in
 
 
 def check_process_count(configuration: Configuration, count: int, where: str) -> None:
-    """Check that the configuration allows so many processes on this host.
+    """Check that the configuration allows this many processes on this host.
 
     Args:
         configuration: the job's.
@@ -141,6 +141,7 @@ def child_environment(configuration: Configuration, index: int, count: int) -> d
         # A process without `XRT_TPU_CONFIG` would otherwise read the workers from these two.
         variables |= {env.XRT_DEVICE_MAP: None, env.XRT_WORKERS: None}
     if world.world_size == 1:
+        # A single replica meets nobody, and the launcher starts no service for it.
         variables[env.XRT_MESH_SERVICE_ADDRESS] = None
     elif configuration.mesh_address:
         variables[env.XRT_MESH_SERVICE_ADDRESS] = configuration.mesh_address

@@ -43,6 +43,7 @@ def read_token(path: Path, where: str) -> str:
     token = read_file(path, where).decode(errors="replace").strip()
     if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         say_once(f"other users of this machine can read the token in {path}: chmod 600 {path}")
+    # Headers of HTTP/2 carry the token, and gRPC takes only printable ASCII there.
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable():
         raise UsageError(
             f"{path} does not hold a token of at least {MIN_TOKEN_CHARS} printable ASCII characters",

@@ -70,6 +70,7 @@ def read_map(variable: Variable, workers: Sequence[Worker]) -> MappedDevices:
 
 def _device(variable: Variable, entry: str) -> _Device:
     match = _ENTRY.fullmatch(entry)
+    # An entry names the kind twice, in its own name and in the path of the device, and the two must agree.
     if match is None or _TYPES[match[5]] != match[1]:
         raise variable.error(
             f"{entry!r} is not KIND:n;/job:NAME/replica:0/task:TASK/device:TYPE:i, "
@@ -83,6 +84,7 @@ def _device(variable: Variable, entry: str) -> _Device:
 def _check_numbers(
     variable: Variable, kind: DeviceKind, devices: Sequence[_Device], known: Sequence[WorkerId]
 ) -> None:
+    # Devices of other kinds may be in the map, but replicas do not run on them.
     found = sorted(device for device in devices if device.kind == kind)
     each = len(found) // len(known)
     wanted = [

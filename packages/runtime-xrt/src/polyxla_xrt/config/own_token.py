@@ -51,7 +51,7 @@ def own_token(address: str, environ: Mapping[str, str]) -> str | None:
         UsageError: another user now listens at the port, and would get the token.
     """
     tokens = []
-    # A user without a private directory cannot have such a worker.
+    # A user without a private directory cannot have a worker with a token of its own.
     with contextlib.suppress(UsageError):
         for file in _files(address, environ):
             with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def own_token(address: str, environ: Mapping[str, str]) -> str | None:
 
 
 def refuse_another_users(address: str) -> None:
-    """Check that no other user listens at an address, as far as it is one of loopback.
+    """Check that no other user listens at an address, if it is a loopback address.
 
     Raises:
         UsageError: another user does.
@@ -80,7 +80,7 @@ def refuse_another_users(address: str) -> None:
 
 
 def loopback_addresses(host: str) -> list[str]:
-    """Return the addresses of a host if all are this machine's loopback; none otherwise."""
+    """Return the addresses of a host if all are loopback addresses; otherwise an empty list."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -93,7 +93,7 @@ def _files(address: str, environ: Mapping[str, str]) -> list[Path]:
     host, _, port = address.rpartition(":")
     if not (found := loopback_addresses(host)):
         return []
-    # The name contains the machine's: several machines may share the user's home directory.
+    # The name contains the name of the machine, because several machines may share the home directory.
     return [
         private_directory(environ) / f"worker-{socket.gethostname()}-{address}-{port}" for address in found
     ]
@@ -115,7 +115,7 @@ def _listening(addresses: Sequence[str], port: int) -> set[int]:
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Read an address as the kernel shows it: in numbers of four bytes each, the last byte first."""
+    """Parse an address as the kernel prints it: in numbers of four bytes each, the last byte first."""
     words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, len(text), 8)]
     found = ipaddress.ip_address(b"".join(words))
     # gRPC serves IPv4 through IPv6 sockets, which the kernel lists with mapped addresses.

@@ -48,7 +48,7 @@ def stall_timeout_s(environ: Mapping[str, str]) -> float:
     if variable is None:
         return bridge.stall_timeout_s({})
     try:
-        # The bridge reads the same variable in the replicas: one parser for both.
+        # The bridge reads the same variable in the replicas, so both use one parser.
         return bridge.stall_timeout_s({variable.name: variable.text})
     except ValueError:
         raise variable.error(

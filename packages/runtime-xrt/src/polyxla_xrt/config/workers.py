@@ -64,7 +64,7 @@ def read_workers(variable: Variable) -> tuple[Worker, ...]:
     Raises:
         UsageError: the format is wrong, a worker is listed twice, or the tasks do not count from 0 in order.
     """
-    # The formats differ only in what joins the name and the task: a colon in XRT_WORKERS.
+    # The formats differ only in what joins the name and the task, which is a colon in XRT_WORKERS.
     colon = variable.name == env.XRT_WORKERS
     workers = tuple(_worker(variable, entry, colon=colon) for entry in read_entries(variable))
     _check_together(variable, workers)
@@ -83,11 +83,13 @@ def read_entries(variable: Variable) -> list[str]:
         UsageError: the value contains quotes or commas, or an item is empty.
     """
     name, text = variable
+    # Quotes reach a program if no shell reads the value, such as from a file of variables.
     if quotes := {"'", '"'}.intersection(text):
         raise variable.error(
             "the value contains quotes: no shell removed them",
             f"Write {name}={''.join(char for char in text if char not in quotes)} there, without quotes.",
         )
+    # A comma cannot be part of a host, so it must be meant as a separator.
     if "," in text:
         raise variable.error(
             "items are separated by '|', not by a comma", f'Write {name}="{text.replace(",", "|")}".'
@@ -145,6 +147,7 @@ def _check_together(variable: Variable, workers: Sequence[Worker]) -> None:
             f"Name them all {workers[0].name}.",
         )
     tasks = [worker.task for worker in workers]
+    # The task is used as an index of this list and as the index of a host.
     if tasks != list(range(len(workers))):
         wanted = ", ".join(str(number) for number in range(len(workers)))
         raise variable.error(
