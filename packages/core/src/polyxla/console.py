@@ -20,8 +20,10 @@ INTERRUPTED = 130
 
 def say(text: str) -> None:
     """Print one line on standard error; standard output belongs to the user's program."""
-    # Flushed, because processes that fail end with os._exit, which writes no buffers.
-    print(f"polyxla: {printable(text)}", file=sys.stderr, flush=True)
+    # Written at once, because print writes the end of the line separately where Python does not buffer:
+    # lines of two replicas would be mixed. Flushed, because processes that fail end with os._exit.
+    sys.stderr.write(f"polyxla: {printable(text)}\n")
+    sys.stderr.flush()
 
 
 def printable(text: str) -> str:
