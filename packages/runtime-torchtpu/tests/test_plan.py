@@ -39,7 +39,7 @@ def test_the_variables_are_those_of_torchtpus_own_launch(name: str) -> None:
     own = json.loads(done.stdout.splitlines()[-1])
     ours = requested_plan({POLYXLA_EMULATE: name}).process_environments({}, 2)[0]
     assert ours[env.TORCH_TPU_TOPOLOGY] == own[env.TORCH_TPU_TOPOLOGY]
-    counts = [len(one[env.TORCH_TPU_SLICEBUILDER_ADDRESSES].split(",")) for one in (ours, own)]
+    counts = [len(environ[env.TORCH_TPU_SLICEBUILDER_ADDRESSES].split(",")) for environ in (ours, own)]
     assert counts[0] == counts[1]
     assert own.keys() <= ours.keys()
 
