@@ -134,5 +134,5 @@ def test_a_host_without_the_runtime_is_named_before_and_after_the_preflight(stan
     done = stand_in.run("127.0.0.1", "--no-preflight", "--retry", "1", *how)
     assert done.returncode == 2
     assert "its worker at 127.0.0.1:8470 ended with exit code 2; it printed last: " in done.stderr
-    assert "No such command 'worker'" in done.stderr
+    assert "there is no command worker. Install the package that brings it: pip install" in done.stderr
     assert "starting again" not in done.stderr
