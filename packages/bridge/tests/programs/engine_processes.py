@@ -104,6 +104,9 @@ def strangers_values() -> None:
     assert engine._coordinator is not None
     news = sorted(engine._coordinator.retired()), "7" in engine._coordinator.heartbeats()
     say(engine.compiles - own, total, *news)
+    # The other process must not read that this one has retired.
+    set_flag(f"read-{SETTINGS.process}")
+    wait_for(f"read-{1 - SETTINGS.process}")
     engine.close()
 
 
