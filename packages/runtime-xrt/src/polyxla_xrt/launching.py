@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polyxla import UsageError
 from polyxla.plugin import (
     POLYXLA_DEVICES,
     POLYXLA_SECRET,
@@ -18,6 +17,7 @@ from polyxla.plugin import (
     ProcessWork,
     derived,
     refuse_if_device_in_use,
+    refuse_inline,
     run_inline,
     run_processes,
     with_secret,
@@ -41,12 +41,7 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
     Raises:
         UsageError: several replicas would have to run in this process.
     """
-    if job.start_method == "inline" and len(plan.devices) > 1:
-        raise UsageError(
-            f"{len(plan.devices)} replicas cannot run inline: on a TPU node each is a process",
-            where="start_method='inline'",
-            fix="Omit start_method.",
-        )
+    refuse_inline(job.start_method, len(plan.devices))
     if job.process_method is None and len(plan.devices) == 1:
         return _run_here(job, plan)
     method = job.process_method or "forkserver"

@@ -16,6 +16,7 @@ from polyxla.plugin import (
     World,
     failures,
     prepare_process,
+    rendezvous_alone,
     snapshot,
     use_device,
 )
@@ -40,7 +41,7 @@ class NodeReplication(CollectiveReplication):
         self.cache_counters = CACHE_COUNTERS
         self.world = place.plan.world(place.process)
         if self.world.world_size == 1:
-            xm.rendezvous = _alone
+            xm.rendezvous = rendezvous_alone
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         """Meet the other replicas at the mesh service; work queued on the device goes on."""
@@ -80,12 +81,6 @@ def _rendezvous_through_mesh(world: World) -> Iterator[None]:
     with MeshClient(address, world.ordinal, world.world_size, secret, environ=environ) as mesh:
         xm.rendezvous = functools.partial(_meet, mesh, limit_s)
         yield
-
-
-def _alone(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    if any(ordinal != 0 for ordinal in replicas):
-        raise ValueError(f"rendezvous {tag!r}: replicas={list(replicas)}, but there is only ordinal 0")
-    return [payload]
 
 
 def _meet(
