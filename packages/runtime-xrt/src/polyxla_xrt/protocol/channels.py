@@ -49,6 +49,8 @@ def server_options(peers: int) -> Options:
     return (
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_connection_idle_ms", 30_000),
+        # Clients ping while they wait; by default a server closes the connection at the third ping.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_allowed_incoming_connections", max(2 * peers, min(half, MOST_CONNECTIONS))),
     )
 

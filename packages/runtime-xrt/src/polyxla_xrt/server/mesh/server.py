@@ -42,8 +42,6 @@ _SERVER_OPTIONS = (
     *OPTIONS,
     # With a shared port, Linux would let two services listen, each with half of the participants.
     ("grpc.so_reuseport", 0),
-    # A waiting participant pings all the time; by default a server closes the connection at the third ping.
-    ("grpc.http2.max_ping_strikes", 0),
 )
 
 

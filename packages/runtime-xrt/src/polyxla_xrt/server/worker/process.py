@@ -49,8 +49,6 @@ _SERVER_OPTIONS = (
     *OPTIONS,
     # The supervisor holds the port, and each serving process shares it.
     ("grpc.so_reuseport", 1),
-    # Clients ping while they wait, and by default a server closes a connection that pings without data.
-    ("grpc.http2.max_ping_strikes", 0),
 )
 
 

@@ -128,7 +128,6 @@ _SERVER_OPTIONS = (
     *OPTIONS,
     # With a shared port, a process that has not quite ended would get a part of the calls for its successor.
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.max_ping_strikes", 0),
 )
 
 _log = logging.getLogger("polyxla.worker")
