@@ -35,6 +35,7 @@ _IN_USE = ("already in use", "Couldn't open")
 """What libtpu's errors contain if another process has the chips. Source: libtpu 0.0.21."""
 
 
+_LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 """Source: ``linux/prctl.h``."""
 
@@ -139,11 +140,12 @@ def _target(link: Path) -> str:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends.
+    """Have the kernel end this process when its parent ends; also for the `preexec_fn` of a `Popen`.
 
     C++ code that hangs with the GIL held would live on, and keep its TPU chip.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Loading a library between fork and exec could deadlock, so `_LIBC` is loaded with this module.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager

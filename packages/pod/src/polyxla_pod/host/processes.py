@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from polyxla.plugin import end_with_parent
 from polyxla_pod.tpu_nodes import TOKEN_FILE
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 """Source: ``linux/prctl.h``."""
 KILLED_WITHIN_S = 2.0
 """Longest wait for processes to disappear after SIGKILL, in seconds."""
-_LIBC = ctypes.CDLL(None)
 WORKER_END_S = 1.0
 """Time between SIGTERM and SIGKILL, in seconds: after the command, a worker has nothing to finish."""
 SAID_BYTES = 4096
@@ -28,7 +28,7 @@ _READ_BYTES = 1 << 16
 
 def adopt_orphans() -> None:
     """Make this process the parent of its descendants that lose theirs, so that it can end them."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class CommandGroup:
@@ -110,12 +110,6 @@ class CommandGroup:
                     if os.waitpid(pid, os.WNOHANG) == (0, 0):
                         alive.append(pid)
         return alive
-
-
-def end_with_parent() -> None:
-    """Have this process killed when its parent ends: for `preexec_fn`."""
-    # Loading a library between fork and exec could deadlock, so `_LIBC` is loaded with this module.
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Worker:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import importlib
 import io
@@ -15,11 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyxla.plugin import end_process, env, find_runtime, fork_server, load_runtime, say_once, script
+from polyxla.plugin import (
+    end_process,
+    end_with_parent,
+    env,
+    find_runtime,
+    fork_server,
+    load_runtime,
+    say_once,
+    script,
+)
 from polyxla_tools.warm.facts import take_state
 
-_PR_SET_PDEATHSIG = 1
-"""Source: Linux's include/uapi/linux/prctl.h."""
 _FREE_DESCRIPTOR = 512
 """From here on, descriptors are free; not from 1024, which `select` does not take."""
 
@@ -33,7 +39,7 @@ def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path:
         path: entries of `sys.path` that every program has.
     """
     # The warm process passes on signals and reports the end. A program without it could not be ended.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     _take(request, descriptors)
     command = request["command"]
     # Change the lists in place, because other modules have imported them.
