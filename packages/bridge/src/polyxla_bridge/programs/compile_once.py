@@ -136,7 +136,7 @@ class CompileCoordinator:
         self._link.key_value_set_bytes(key, sealed(self._secret, key, value), allow_overwrite=may_replace)
 
     def _read(self, key: str) -> bytes | None:
-        """Return a value; None if there is none of this job."""
+        """Return a value that this job has written; None if it has written nothing under the key."""
         try:
             return self._opened(key, self._link.key_value_try_get_bytes(key))
         except Exception as error:

@@ -97,9 +97,6 @@ def _guarded(function: Callable[[int], None]) -> Callable[[int], None]:
     return entry
 
 
-_Call = ctypes.CFUNCTYPE(c_void_p, c_void_p)
-
-
 class CrossHost:
     """The extension for arrays that processes send each other.
 
