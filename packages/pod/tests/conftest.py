@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 
@@ -27,26 +27,34 @@ STAND_IN = '#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n'
 
 
 @dataclass
-class Pod:
-    """Starts ``polyxla pod`` with an environment of its own, and ends what is left.
+class Commands:
+    """Starts commands with an environment of their own, and ends what is left when its context ends.
 
     Attributes:
         directory: of this test.
-        environ: the environment of the launcher.
-        options: arguments of each ``polyxla pod run``.
-        prefix: what runs the launcher, such as a command that enters a network namespace.
+        environ: the environment of the commands.
+        processes: those that were started.
     """
 
+    timeout_s: ClassVar[float] = TIMEOUT_S
     directory: Path
     environ: dict[str, str]
-    options: list[str] = field(default_factory=list)
-    prefix: list[str] = field(default_factory=list)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    def start_command(self, *command: str, directory: Path | None = None) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*self.prefix, sys.executable, "-m", "polyxla", "pod", *arguments],
+            command,
             env=self.environ,
+            cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -57,14 +65,37 @@ class Pod:
         self.processes.append(process)
         return process
 
+    def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+        """Wait for the end of a command; return its output."""
+        out, err = process.communicate(timeout=self.timeout_s)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def pids(self, count: int) -> list[int]:
+        """Wait until programs have written that many process ids; return them."""
+        from polyxla_testing.processes import wait_until
+
+        files = self.directory.glob
+        wait_until(lambda: len(list(files("*.pid"))) >= count, f"{count} processes", self.timeout_s)
+        return [int(path.read_text()) for path in files("*.pid")]
+
+
+@dataclass
+class Pod(Commands):
+    """Starts ``polyxla pod``.
+
+    Attributes:
+        options: arguments of each ``polyxla pod run``.
+        prefix: what runs the launcher, such as a command that enters a network namespace.
+    """
+
+    options: list[str] = field(default_factory=list)
+    prefix: list[str] = field(default_factory=list)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return self.start_command(*self.prefix, sys.executable, "-m", "polyxla", "pod", *arguments)
+
     def start_run(self, hosts: str, *arguments: str) -> subprocess.Popen[str]:
         return self.start("run", "--hosts", hosts, *self.options, *arguments)
-
-    @staticmethod
-    def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-        """Wait for the end of a launcher; return its output."""
-        out, err = process.communicate(timeout=TIMEOUT_S)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     @staticmethod
     def unfolded(output: str) -> dict[str, list[str]]:
@@ -96,14 +127,6 @@ class Pod:
             *arguments,
         ]
 
-    def pids(self, count: int) -> list[int]:
-        """Wait until programs have written that many process ids; return them."""
-        from polyxla_testing.processes import wait_until
-
-        files = self.directory.glob
-        wait_until(lambda: len(list(files("*.pid"))) >= count, f"{count} processes")
-        return [int(path.read_text()) for path in files("*.pid")]
-
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Iterator[Pod]:
@@ -117,17 +140,9 @@ def stand_in(tmp_path: Path) -> Iterator[Pod]:
         yield pod
 
 
-@contextlib.contextmanager
-def _pod(directory: Path) -> Iterator[Pod]:
+def _pod(directory: Path) -> Pod:
     environ = {**os.environ, "XDG_STATE_HOME": str(directory / "state")}
-    pod = Pod(directory, environ, ["--python", sys.executable, "--grace", "1"])
-    try:
-        yield pod
-    finally:
-        for process in pod.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+    return Pod(directory, environ, options=["--python", sys.executable, "--grace", "1"])
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from packages.pod.tests.conftest import Commands
 from polyxla.plugin import free_addresses
 
 TIMEOUT_S = 180.0
@@ -76,66 +77,27 @@ def cluster() -> Iterator[RayCluster]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@dataclass
-class Drivers:
-    """Starts drivers with an environment of their own, and ends what is left.
+class Drivers(Commands):
+    """Starts drivers."""
 
-    Attributes:
-        directory: of this test.
-        environ: of the drivers.
-    """
-
-    directory: Path
-    environ: dict[str, str]
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    timeout_s = TIMEOUT_S
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start Python with these arguments."""
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            env=self.environ,
-            cwd=self.directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.processes.append(process)
-        return process
+        return self.start_command(sys.executable, *arguments, directory=self.directory)
 
     def start_run(self, *arguments: str) -> subprocess.Popen[str]:
         """Start ``polyxla pod run --ray``."""
         how = ["--ray", "--grace", "1", "--connect-timeout", "60", "--env", f"RAY_TEST={self.directory}"]
         return self.start("-m", "polyxla", "pod", "run", *how, "--env", "NUMBER={host}", *arguments)
 
-    @staticmethod
-    def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-        """Wait for the end of a driver; return its output."""
-        out, err = process.communicate(timeout=TIMEOUT_S)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.finish(self.start_run(*arguments))
-
-    def pids(self, count: int) -> list[int]:
-        """Wait until programs have written that many process ids; return them."""
-        from polyxla_testing.processes import wait_until
-
-        files = self.directory.glob
-        wait_until(lambda: len(list(files("*.pid"))) >= count, f"{count} processes", TIMEOUT_S)
-        return [int(path.read_text()) for path in files("*.pid")]
 
 
 @pytest.fixture
 def drivers(cluster: RayCluster, tmp_path: Path) -> Iterator[Drivers]:
     """Drivers that are connected to the cluster by RAY_ADDRESS."""
     variables = {"RAY_ADDRESS": cluster.address, "XDG_STATE_HOME": str(tmp_path / "state")}
-    found = Drivers(tmp_path, {**os.environ, **variables})
-    try:
+    with Drivers(tmp_path, {**os.environ, **variables}) as found:
         yield found
-    finally:
-        for process in found.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
