@@ -40,6 +40,7 @@ PACKAGES = (
     "precision",
     "sampler",
     "examples",
+    "testing",
     "tools",
 )
 """The packages of this repository that the stages need."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import subprocess
@@ -141,6 +142,19 @@ def test_the_umbrella_installs_what_its_page_says() -> None:
     # A TPU VM adds libtpu, a Ray cluster has a release of its own, and TorchTPU needs another torch.
     others = {required for name in ("replicas", "report", "xrt") for required in extras[name]}
     assert set(extras["all"]) == others
+
+
+def test_the_script_for_a_lent_machine_packs_what_its_stages_import() -> None:
+    script = (ROOT / "benchmarks" / "device.py").read_text()
+    stages = script + (ROOT / "packages" / "bridge" / "tests" / "test_gpu.py").read_text()
+    imported = set(re.findall(r"(?:from|import) (polyxla_\w+)", stages))
+    (packed,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(script).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PACKAGES"
+    )
+    assert "polyxla_testing" in imported
+    assert imported <= {path.name for package in packed for path in modules(package)}
 
 
 def test_each_entry_point_is_installed_once() -> None:
