@@ -8,7 +8,7 @@ import pytest
 
 from polyxla_tools.fits.collected import CollectedProgram
 from polyxla_tools.fits.emulated_run import EmulatedRun, ScriptFailedError
-from polyxla_tools.fits.target import Target, installed_framework
+from polyxla_tools.fits.target import TargetTpu, installed_framework
 
 pytestmark = pytest.mark.emulated_tpu
 
@@ -21,7 +21,7 @@ FRAMEWORK = installed_framework()
 def collect(
     command: list[str], kind: str, directory: Path, environ: dict[str, str], timeout_s: float = 250
 ) -> list[CollectedProgram]:
-    run = EmulatedRun(command, Target.parse(kind, FRAMEWORK), FRAMEWORK, STEPS, timeout_s)
+    run = EmulatedRun(command, TargetTpu.parse(kind, FRAMEWORK), FRAMEWORK, STEPS, timeout_s)
     return run.collect(directory, environ, lambda _: None)
 
 

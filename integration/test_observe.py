@@ -16,7 +16,7 @@ from polyxla_testing import RuntimeUnderTest
 from polyxla_training import Trainer
 from polyxla_training.observe import CompileBudgetError, Observer, read_run
 from polyxla_training.observe.report.page import render
-from polyxla_training.observe.report.run import Run
+from polyxla_training.observe.report.run import LoggedRun
 
 HERE = Path(__file__).name
 
@@ -160,7 +160,7 @@ def test_exceeding_the_compile_budget_ends_a_training(runtime: RuntimeUnderTest,
 
 def test_the_report_of_a_run_has_all_plots(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     events = fit(runtime, tmp_path, Net("item"), batches(*[15] * 6, 4), batches(10, 10))
-    page = render(Run.of(str(tmp_path), events))
+    page = render(LoggedRun.of(str(tmp_path), events))
     for name in ("loss", "Learning rate", "Step time", "Throughput", "Waiting for input", "Compilations"):
         assert f'<figcaption>{name}</figcaption><div class="plot">' in page
     assert line_of("loss.item()") in page

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from polyxla.plugin import free_ports
-from polyxla_pod.messages import Message, decode
+from polyxla_pod.messages import HostMessage, decode
 
 # pytest rewrites the assertions in it, unless it is imported here before.
 pytest_plugins = ["polyxla_testing.fixtures"]
@@ -291,13 +291,13 @@ class PipedHost:
 
     def send(self, kind: str, **content: Any) -> None:
         assert self.process.stdin
-        self.process.stdin.write(Message(kind, content).encode())
+        self.process.stdin.write(HostMessage(kind, content).encode())
         self.process.stdin.flush()
 
     def start(self, *command: str, **environ: str) -> None:
         self.send("start", command=list(command), environ=environ, directory=None)
 
-    def receive(self, kind: str) -> Message:
+    def receive(self, kind: str) -> HostMessage:
         """Return the next message of this kind, past others."""
         assert self.process.stdout
         while message := decode(self.process.stdout.readline()):

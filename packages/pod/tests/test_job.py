@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyxla_pod.job import PodJob
-from polyxla_pod.messages import Message, decode
+from polyxla_pod.messages import HostMessage, decode
 
 
 def job(*hosts: str, **fields: Any) -> PodJob:
@@ -34,7 +34,7 @@ def test_the_hosts_of_an_emulated_slice_know_their_number_and_each_other() -> No
 
 
 def test_a_message_is_one_line_and_comes_back() -> None:
-    message = Message("line", {"text": "two\nlines \u2028 \ud800", "host": 3})
+    message = HostMessage("line", {"text": "two\nlines \u2028 \ud800", "host": 3})
     line = message.encode()
     assert line.count(b"\n") == 1
     assert decode(line) == message

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from polyxla_pod.pipeline import HostState, Progress
+from polyxla_pod.pipeline import HostProgress, HostState
 from polyxla_pod.screens import chosen_rows, host_table
 from polyxla_testing.processes import wait_for_end_of
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 def test_progress_is_read_from_a_line(
     text: str, step: int | None, loss: str | None, rate: float | None
 ) -> None:
-    progress = Progress()
+    progress = HostProgress()
     progress.read(text, 1.0)
     assert (progress.step, progress.loss, progress.steps_per_s) == (step, loss, rate)
     assert progress.last_line == text
 
 
 def test_the_rate_follows_from_two_lines() -> None:
-    progress = Progress()
+    progress = HostProgress()
     progress.read("step 10", 1.0)
     progress.read("step 30", 5.0)
     assert progress.steps_per_s == 5.0
@@ -61,7 +61,7 @@ def test_the_table_has_a_row_for_each_host() -> None:
 
 
 def test_hosts_that_do_not_run_or_are_behind_come_first() -> None:
-    states = [HostState(str(number), "running", Progress(step=100 - number)) for number in range(100)]
+    states = [HostState(str(number), "running", HostProgress(step=100 - number)) for number in range(100)]
     states[7].state = "failed"
     shown, rest = chosen_rows(states, 4)
     assert shown == [7, 98, 99]

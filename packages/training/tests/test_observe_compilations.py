@@ -12,7 +12,7 @@ import pytest
 from polyxla.plugin import location
 from polyxla_training.observe import CompileBudgetError
 from polyxla_training.observe.observer import AfterListeners
-from polyxla_training.observe.report.run import Run
+from polyxla_training.observe.report.run import LoggedRun
 from polyxla_training.observe.report.text import as_lines
 
 
@@ -55,7 +55,7 @@ def test_a_compilation_whose_time_is_unknown_has_none(
     events = run.stop()
     said = capsys.readouterr().err
     assert "step 1 compiled a program, as expected: the first step" in said
-    report = "\n".join(as_lines(Run.of(str(tmp_path), events)))
+    report = "\n".join(as_lines(LoggedRun.of(str(tmp_path), events)))
     assert re.search(r"programs compiled +1, 0 unexpected", report)
     assert "step 1: 1, the first step" in report
 

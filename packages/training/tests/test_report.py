@@ -23,7 +23,7 @@ from polyxla import UsageError
 from polyxla_training.observe import RunLog, read_run
 from polyxla_training.observe.report import text
 from polyxla_training.observe.report.page import compared_figures, figures, plots, render
-from polyxla_training.observe.report.run import Run, position_at
+from polyxla_training.observe.report.run import LoggedRun, progress_at
 from polyxla_training.observe.report.text import Comparison, short_names
 from polyxla_training.observe.run_log import newest_run
 
@@ -78,8 +78,8 @@ EVENTS = [
 ]
 
 
-def run_of(*events: dict[str, Any]) -> Run:
-    return Run.of("runs/one", events)
+def run_of(*events: dict[str, Any]) -> LoggedRun:
+    return LoggedRun.of("runs/one", events)
 
 
 def write(folder: Path, events: list[dict[str, Any]], rest: str = "") -> Path:
@@ -148,9 +148,9 @@ def test_events_become_curves() -> None:
     assert run.evaluations() == {"val_loss": [(20, 0.25)], "accuracy": [(20, 0.9)]}
     assert run.rate("mfu") == run.memory() == []
     assert run.learning_rates() == {"learning rate": [(5, 0.02), (10, 0.01), (15, 0.1 / 15), (20, 0.005)]}
-    assert position_at(run.positions, 10) == (60.0, 320.0)
-    assert position_at(run.positions, 12) == (72.0, 384.0), "on the line between two"
-    assert position_at(run.positions, 25) == (150.0, 800.0), "as fast as before"
+    assert progress_at(run.milestones, 10) == (60.0, 320.0)
+    assert progress_at(run.milestones, 12) == (72.0, 384.0), "on the line between two"
+    assert progress_at(run.milestones, 25) == (150.0, 800.0), "as fast as before"
 
 
 def test_a_resumed_run_is_one_run() -> None:
@@ -166,7 +166,7 @@ def test_a_resumed_run_is_one_run() -> None:
     assert (run.summary["steps"], run.summary["compiles"], run.summary["compile_s"]) == (7 + 20, 3, 1.5)
     assert run.summary["seconds"] == 6 * 10 + 2.5
     assert run.findings == [finding]
-    assert [position_at(run.positions, number) for number in (5, 7, 12)] == [
+    assert [progress_at(run.milestones, number) for number in (5, 7, 12)] == [
         (30.0, 160.0),
         (42.0, 224.0),
         (72.0, 384.0),
@@ -489,7 +489,7 @@ def test_every_run_has_a_name_of_its_own(paths: list[list[str]]) -> None:
 def test_a_comparison_says_what_differs() -> None:
     git = {"commit": "1a2b3c4d5e6f", "branch": "main", "changed_files": 2}
     one, two = other(hyper_parameters={"lr": 0.1}), other(hyper_parameters={"lr": 0.2}, git=git)
-    comparison = Comparison.of([Run.of("runs/one", one), Run.of("runs/two", two)])
+    comparison = Comparison.of([LoggedRun.of("runs/one", one), LoggedRun.of("runs/two", two)])
     assert {row.name: row.values for row in comparison.settings() if row.differs} == {
         "hparams.lr": ("0.1", "0.2"),
         "git commit": ("", "1a2b3c4d5e on main, 2 files changed"),

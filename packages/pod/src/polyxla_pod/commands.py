@@ -110,7 +110,7 @@ def run(
 def _run(job: PodJob, transport: Transport, as_json: bool) -> int:
     # Imported here, because the command line of every user loads this module.
     from polyxla_pod.launcher.records import Recorder, root
-    from polyxla_pod.launcher.run import Run
+    from polyxla_pod.launcher.run import JobRunner
     from polyxla_pod.pipeline import HostState
     from polyxla_pod.screens import LiveScreen, PlainScreen
 
@@ -124,7 +124,7 @@ def _run(job: PodJob, transport: Transport, as_json: bool) -> int:
         f"pod: job {recorder.id} on {len(job.hosts)} host(s); `polyxla pod logs {recorder.id}` prints its log"
     )
     try:
-        result = Run(job, transport, states, screen, recorder).run()
+        result = JobRunner(job, transport, states, screen, recorder).run()
     except UsageError as error:
         # A job that was refused is still a job in `polyxla pod ps`, with its reason.
         recorder.close(error.exit_code, [str(error)])

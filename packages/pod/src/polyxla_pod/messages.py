@@ -37,7 +37,7 @@ _FIRST = b'{"polyxla_pod":'
 
 
 @dataclass(frozen=True)
-class Message:
+class HostMessage:
     """A message.
 
     Attributes:
@@ -53,7 +53,7 @@ class Message:
         return json.dumps({"polyxla_pod": self.kind, **self.content}, separators=(",", ":")).encode() + b"\n"
 
 
-def decode(line: bytes) -> Message | None:
+def decode(line: bytes) -> HostMessage | None:
     """Return the message in a line; None if the line is not a message."""
     # This runs for every line of every host, so it avoids parsing what cannot be a message.
     if not line.startswith(_FIRST):
@@ -62,7 +62,7 @@ def decode(line: bytes) -> Message | None:
         content = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return Message(str(content.pop("polyxla_pod")), content)
+    return HostMessage(str(content.pop("polyxla_pod")), content)
 
 
 _CODE = range(-64, 256)
@@ -93,7 +93,7 @@ _FROM_HOST: dict[str, dict[str, Any]] = {
 """
 
 
-def find_misfit(message: Message) -> str | None:
+def find_misfit(message: HostMessage) -> str | None:
     """Describe what is wrong with a message from a host; None if the launcher can read it.
 
     A host may run another version of this package, or another program.

@@ -22,7 +22,7 @@ UNSHOWN_LINES = 50_000
 
 
 @dataclass
-class Progress:
+class HostProgress:
     """The latest numbers of a host.
 
     Attributes:
@@ -70,7 +70,7 @@ class HostState:
 
     name: str
     state: str = "connecting"
-    progress: Progress = field(default_factory=Progress)
+    progress: HostProgress = field(default_factory=HostProgress)
 
     def as_json(self) -> dict[str, Any]:
         """Return the state as JSON-compatible values."""

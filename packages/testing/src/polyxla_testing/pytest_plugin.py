@@ -22,7 +22,7 @@ import pytest
 
 from polyxla import Replica, UsageError, launch
 from polyxla.plugin import named
-from polyxla_testing.replica_tests import REPLICA, SHARED, ReplicaFailedError, ReplicaTest, run_test
+from polyxla_testing.replica_tests import REPLICA, SHARED, ReplicaTest, ReplicaTestFailedError, run_test
 
 T = TypeVar("T")
 PLAIN = (str, int, float, list, tuple, dict, type(None))
@@ -236,7 +236,7 @@ def _judge(
     texts = _described(
         [(ordinal, report) for ordinal, own in reports.items() for report in own if report.failed]
     )
-    if error and not (texts and isinstance(error, ReplicaFailedError)):
+    if error and not (texts and isinstance(error, ReplicaTestFailedError)):
         texts.append(f"{type(error).__name__}: {error}")
     if texts:
         pytest.fail("\n\n".join(texts), pytrace=False)

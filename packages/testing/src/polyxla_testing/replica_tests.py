@@ -30,7 +30,7 @@ SHARED = pytest.StashKey[Path]()
 """Where a replica's pytest has these two in its configuration."""
 
 
-class ReplicaFailedError(Exception):
+class ReplicaTestFailedError(Exception):
     """A test failed on this replica, which ends the others. The replica's reports say why."""
 
 
@@ -102,7 +102,7 @@ def run_test(replica: Replica, test: ReplicaTest) -> None:
     """Run a test on this replica.
 
     Raises:
-        ReplicaFailedError: the test failed here, and other replicas have not ended.
+        ReplicaTestFailedError: the test failed here, and other replicas have not ended.
         UsageError: pytest does not find the test, or the runtime puts several replicas into a process.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -124,7 +124,7 @@ def run_test(replica: Replica, test: ReplicaTest) -> None:
     deadline = time.monotonic() + SETTLE_S
     while session.has_failed and test.ended() < replica.world_size:
         if time.monotonic() > deadline:
-            raise ReplicaFailedError(f"the test failed on replica {replica.ordinal}")
+            raise ReplicaTestFailedError(f"the test failed on replica {replica.ordinal}")
         time.sleep(POLL_S)
 
 

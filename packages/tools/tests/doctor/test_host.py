@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from polyxla_tools.doctor.findings import Status
-from polyxla_tools.doctor.host import HostFacts, HostPaths, Memory, Space, gather_host, read_memory
+from polyxla_tools.doctor.host import HostFacts, HostMemory, HostPaths, Space, gather_host, read_memory
 from polyxla_tools.doctor.host_checks import (
     check_chips,
     check_disks,
@@ -191,9 +191,9 @@ class TestMemory:
         (job / "memory.current").write_text(f"{1 << 30}\n")
         (job / "memory.stat").write_text(f"anon 5\ninactive_file {512 << 20}\n")
         memory = read_memory(tmp_path, tmp_path / "groups")
-        assert memory == Memory(2 << 30, 3 << 29, is_limited=True)
+        assert memory == HostMemory(2 << 30, 3 << 29, is_limited=True)
         (job / "memory.max").write_text("max\n")
-        assert read_memory(tmp_path, tmp_path / "groups") == Memory(8 << 30, 4 << 30)
+        assert read_memory(tmp_path, tmp_path / "groups") == HostMemory(8 << 30, 4 << 30)
 
     def test_a_kernel_that_lists_none_is_no_error(self, tmp_path: Path) -> None:
         assert read_memory(tmp_path, tmp_path) is None
@@ -201,7 +201,7 @@ class TestMemory:
         assert [finding.status for finding in check_memory(host, 8, 4)] == [Status.NOTE]
 
     def test_replicas_times_workers_decide(self) -> None:
-        host = replace(gather_host(HostPaths()), memory=Memory(16 << 30, 8 << 30, is_limited=True))
+        host = replace(gather_host(HostPaths()), memory=HostMemory(16 << 30, 8 << 30, is_limited=True))
         (fits,) = check_memory(host, 4, 2, replica_bytes=1 << 30)
         assert fits.status is Status.OK
         assert fits.found == (

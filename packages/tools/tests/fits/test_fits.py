@@ -19,15 +19,22 @@ from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto
 from polyxla_tools.fits import report
 from polyxla_tools.fits.collected import Alive, CollectedProgram, Logs, innermost_user_line, programs
-from polyxla_tools.fits.command import TOO_LARGE, Progress, Work, finish, largest_fitting, with_batch_size
+from polyxla_tools.fits.command import (
+    TOO_LARGE,
+    PhaseDisplay,
+    ScriptChecker,
+    finish,
+    largest_fitting,
+    with_batch_size,
+)
 from polyxla_tools.fits.compile_process import Cost
-from polyxla_tools.fits.compiling import Compilation, fatal_line, memory_peaks
+from polyxla_tools.fits.compiling import CompileResult, fatal_line, memory_peaks
 from polyxla_tools.fits.emulated_run import EmulatedRun, ScriptFailedError
-from polyxla_tools.fits.report import Checked, Result
-from polyxla_tools.fits.target import TORCH_TPU, TORCH_XLA, Framework, Target, installed_framework
+from polyxla_tools.fits.report import CheckedProgram, CheckedScript
+from polyxla_tools.fits.target import TORCH_TPU, TORCH_XLA, Framework, TargetTpu, installed_framework
 
 COST = Cost(1 << 30, 3 << 30, 1 << 30, 2 << 30, 1 << 20, flops=197e12, accessed_bytes=400e9)
-V5E = Target.parse("v5e-8", TORCH_XLA)
+V5E = TargetTpu.parse("v5e-8", TORCH_XLA)
 OUT_OF_MEMORY = """XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
 Used 17.34G of 15.75G hbm. Exceeded hbm capacity by 1.60G.
 
@@ -47,16 +54,16 @@ for HLO temporaries (40.53G) exceeds available HBM (15.75G). HLO module: tt_jit_
 ONE_GIB, ONE_BYTE = ArrayType("uint8", (1 << 30,)), ArrayType("uint8", (1,))
 
 
-def checked(compilation: Compilation, tmp_path: Path) -> Checked:
+def checked(result: CompileResult, tmp_path: Path) -> CheckedProgram:
     files = tmp_path / "program.hlo", tmp_path / "program.options"
     for file in files:
         file.touch()
-    return Checked(
-        CollectedProgram("f", "SyncTensorsGraph.1", "train.py:7", None, 10, 1, *files), compilation
+    return CheckedProgram(
+        CollectedProgram("f", "SyncTensorsGraph.1", "train.py:7", None, 10, 1, *files), result
     )
 
 
-def alive(checked: Checked, **devices: Alive) -> Checked:
+def alive(checked: CheckedProgram, **devices: Alive) -> CheckedProgram:
     """Return the program with what was alive on the devices, ``d0`` and so on."""
     found = {int(name.removeprefix("d")): arrays for name, arrays in devices.items()}
     return dataclasses.replace(checked, program=dataclasses.replace(checked.program, alive=found))
@@ -75,28 +82,28 @@ def alive(checked: Checked, **devices: Alive) -> Checked:
     ],
 )
 def test_a_type_has_a_topology(kind: str, topology: str) -> None:
-    assert Target.parse(kind, TORCH_XLA).topology == topology
+    assert TargetTpu.parse(kind, TORCH_XLA).topology == topology
 
 
 def test_torch_tpu_compiles_for_tpu7x() -> None:
-    target = Target.parse("tpu7x-8", TORCH_TPU)
+    target = TargetTpu.parse("tpu7x-8", TORCH_TPU)
     assert (target.topology, target.accelerator.devices) == ("tpu7x:2x2x1", 8)
     assert target.memory_bytes == 96 << 30
 
 
 def test_the_cores_of_a_v4_chip_are_one_device() -> None:
-    assert Target.parse("v4-16", TORCH_XLA).options == {
+    assert TargetTpu.parse("v4-16", TORCH_XLA).options == {
         "chips_per_host_bounds": (2, 2, 1),
         "chip_config_name": "megacore",
     }
-    assert Target.parse("v5p-8", TORCH_XLA).options == {"chips_per_host_bounds": (2, 2, 1)}
+    assert TargetTpu.parse("v5p-8", TORCH_XLA).options == {"chips_per_host_bounds": (2, 2, 1)}
 
 
 @pytest.mark.parametrize(("framework", "kind"), [(TORCH_XLA, "tpu7x-8"), (TORCH_TPU, "v3-8")])
 def test_a_type_that_the_framework_does_not_know_is_refused(framework: Framework, kind: str) -> None:
     expected = rf"{framework.module}, .* does not compile for a {kind} \(from --on {kind}\)"
     with pytest.raises(UsageError, match=expected):
-        Target.parse(kind, framework)
+        TargetTpu.parse(kind, framework)
 
 
 def test_each_type_is_one_of_a_framework() -> None:
@@ -153,7 +160,7 @@ def test_the_shortest_time_is_that_of_the_operations_or_of_the_memory() -> None:
     assert V5E.estimate_s(Cost(0, 0, 0, 0, 0, 1e12, 1600e9)) == pytest.approx(2.0)
     assert V5E.estimate_s(Cost(0, 0, 0, 0, 0, None, 1e9)) is None
     # The two cores of a v3 chip share its peak.
-    assert Target.parse("v3-8", TORCH_XLA).estimate_s(Cost(0, 0, 0, 0, 0, 123e12, 0)) == pytest.approx(2.0)
+    assert TargetTpu.parse("v3-8", TORCH_XLA).estimate_s(Cost(0, 0, 0, 0, 0, 123e12, 0)) == pytest.approx(2.0)
 
 
 def test_donated_memory_counts_once() -> None:
@@ -196,19 +203,19 @@ def test_the_json_has_the_numbers_of_each_program(tmp_path: Path) -> None:
     ]
 
 
-def one_program(tmp_path: Path) -> Result:
-    """Return a result of one program, with which each of two devices holds 2 GiB of arrays."""
+def one_program(tmp_path: Path) -> CheckedScript:
+    """Return a script of one program, with which each of two devices holds 2 GiB of arrays."""
     held = Alive(2 << 30, {ONE_GIB: 2})
-    program = alive(checked(Compilation(12.3, COST), tmp_path), d0=held, d1=held)
-    return Result([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
+    program = alive(checked(CompileResult(12.3, COST), tmp_path), d0=held, d1=held)
+    return CheckedScript([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
 
 
 def test_the_peak_is_of_arrays_and_program_together(tmp_path: Path) -> None:
     small = dataclasses.replace(COST, temporary_bytes=0)
     large = dataclasses.replace(COST, temporary_bytes=1 << 30)
     few, many = Alive(1 << 30, {ONE_GIB: 1}), Alive(4 << 30, {ONE_GIB: 3, ONE_BYTE: 1 << 20})
-    first = alive(checked(Compilation(1.0, small), tmp_path), d0=many, d1=few)
-    second = alive(checked(Compilation(1.0, large), tmp_path), d0=few, d1=few)
+    first = alive(checked(CompileResult(1.0, small), tmp_path), d0=many, d1=few)
+    second = alive(checked(CompileResult(1.0, large), tmp_path), d0=few, d1=few)
     # A tile is the least that an array takes on a TPU.
     sizes = {ONE_GIB: 1 << 30, ONE_BYTE: 512}
     found = memory_peaks([(first.program, small), (second.program, large)], lambda type_: sizes[type_])
@@ -221,38 +228,38 @@ def test_the_peak_is_of_arrays_and_program_together(tmp_path: Path) -> None:
 
 def test_arrays_and_program_may_be_too_large_together(tmp_path: Path) -> None:
     held = Alive(15 << 30, {ONE_GIB: 15})
-    program = alive(checked(Compilation(1.0, COST), tmp_path), d0=held)
+    program = alive(checked(CompileResult(1.0, COST), tmp_path), d0=held)
     assert program.problem(V5E) is None
-    result = Result([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
-    assert result.is_too_large(V5E)
-    assert list(report.as_text(V5E, "0.0.21", result))[-2:] == [
+    script = CheckedScript([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
+    assert script.is_too_large(V5E)
+    assert list(report.as_text(V5E, "0.0.21", script))[-2:] == [
         "does not fit: 19GiB are needed, and a device has 16GiB, while train.py:7 runs:",
         "15GiB of arrays, and 4GiB for the program's results, temporary arrays and code",
     ]
-    document = report.as_json(V5E, "0.0.21", result)
+    document = report.as_json(V5E, "0.0.21", script)
     assert (document["fits"], document["programs"][0]["fits"]) == (False, True)
-    work = Work(TORCH_XLA, V5E, Path(), "0.0.21", 10, 0.0, {}, Progress())
-    assert finish(work, result, None, as_json=True) == TOO_LARGE
+    checker = ScriptChecker(TORCH_XLA, V5E, Path(), "0.0.21", 10, 0.0, {}, PhaseDisplay())
+    assert finish(checker, script, None, as_json=True) == TOO_LARGE
 
 
 def test_the_device_that_needs_most_is_named(tmp_path: Path) -> None:
     more, less = Alive(2 << 30, {ONE_GIB: 2}), Alive(1 << 30, {ONE_GIB: 1})
-    program = alive(checked(Compilation(1.0, COST), tmp_path), d0=less, d1=more)
-    result = Result([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
-    *_, line, _ = report.as_text(V5E, "0.0.21", result)
+    program = alive(checked(CompileResult(1.0, COST), tmp_path), d0=less, d1=more)
+    script = CheckedScript([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
+    *_, line, _ = report.as_text(V5E, "0.0.21", script)
     assert line == "fits: at most 6GiB of 16GiB are needed on device 1, while train.py:7 runs:"
 
 
 def test_a_program_of_one_operation_is_named_after_it(tmp_path: Path) -> None:
-    program = dataclasses.replace(checked(Compilation(1.0, COST), tmp_path).program, operation="linear")
+    program = dataclasses.replace(checked(CompileResult(1.0, COST), tmp_path).program, operation="linear")
     assert report.origin(program) == "train.py:7 (linear)"
     assert report.origin(dataclasses.replace(program, line=None)) == "linear (no line of the script)"
 
 
 def test_only_the_largest_programs_are_listed(tmp_path: Path) -> None:
     costs = [dataclasses.replace(COST, temporary_bytes=number << 20) for number in range(40)]
-    programs = [checked(Compilation(0.5, cost), tmp_path) for cost in costs]
-    lines = list(report.as_text(V5E, "0.0.52", Result(programs)))
+    programs = [checked(CompileResult(0.5, cost), tmp_path) for cost in costs]
+    lines = list(report.as_text(V5E, "0.0.52", CheckedScript(programs)))
     assert len([line for line in lines if line.startswith("train.py:7")]) == report.LISTED
     assert lines[-1] == f"{40 - report.LISTED} smaller programs, compiled in {(40 - report.LISTED) / 2:.1f} s"
 
@@ -280,14 +287,14 @@ def test_only_the_largest_programs_are_listed(tmp_path: Path) -> None:
 )
 def test_a_program_that_is_too_large_is_one_sentence(error: str, expected: str, tmp_path: Path) -> None:
     assert (
-        checked(Compilation(1.0, error=error, is_too_large=True), tmp_path).problem(V5E)
+        checked(CompileResult(1.0, error=error, is_too_large=True), tmp_path).problem(V5E)
         == f"train.py:7: {expected}"
     )
 
 
 def test_a_program_that_compiles_may_be_too_large(tmp_path: Path) -> None:
     large = dataclasses.replace(COST, output_bytes=COST.alias_bytes + (20 << 30))
-    found = Result([checked(Compilation(1.0, large, is_too_large=True), tmp_path)])
+    found = CheckedScript([checked(CompileResult(1.0, large, is_too_large=True), tmp_path)])
     *_, last = report.as_text(V5E, "0.0.21", found)
     needs = f"the program needs {report.binary(large.total_bytes)} of HBM, and a device has 16GiB"
     arguments = report.binary(COST.argument_bytes)
@@ -299,7 +306,7 @@ def test_an_operation_that_does_not_compile_is_named(tmp_path: Path) -> None:
     error = (
         "RET_CHECK failure (hlo_verifier.cc:623) shard_count == 8, %reduce-scatter.33 = f32[1]{0} reduce-s"
     )
-    problem = checked(Compilation(1.0, error=error), tmp_path).problem(V5E)
+    problem = checked(CompileResult(1.0, error=error), tmp_path).problem(V5E)
     assert problem == f"train.py:7: libtpu does not compile the program (reduce-scatter.33): {error}"
 
 
@@ -328,20 +335,20 @@ def test_the_search_finds_the_largest_batch(largest: int, first: int) -> None:
 
 
 def test_the_search_names_what_fitted_before_the_script_failed() -> None:
-    class SmallData(Work):
-        def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> Result:
+    class SmallData(ScriptChecker):
+        def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> CheckedScript:
             if int(command[-1]) > 20:
                 raise ScriptFailedError("the script failed: 20 records")
-            return Result([])
+            return CheckedScript([])
 
-    target = Target.parse("v5e-1", TORCH_XLA)
-    work = SmallData(TORCH_XLA, target, Path(), "0.0.21", 10, 0.0, {}, Progress())
+    target = TargetTpu.parse("v5e-1", TORCH_XLA)
+    checker = SmallData(TORCH_XLA, target, Path(), "0.0.21", 10, 0.0, {}, PhaseDisplay())
     with pytest.raises(
         ScriptFailedError, match=r"^batch size 16 fits; batch size 32: the script failed: 20 records$"
     ):
-        work.find_batch(["train.py", "{}"], 8)
+        checker.find_batch(["train.py", "{}"], 8)
     with pytest.raises(ScriptFailedError, match=r"^batch size 24: the script failed: 20 records$"):
-        work.find_batch(["train.py", "{}"], 24)
+        checker.find_batch(["train.py", "{}"], 24)
 
 
 def test_the_batch_size_replaces_its_place() -> None:

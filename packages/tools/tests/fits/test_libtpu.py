@@ -18,8 +18,8 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_tools.fits.collected import CollectedProgram
-from polyxla_tools.fits.compiling import Compilation, CompileFailedError, CompileProcess
-from polyxla_tools.fits.target import TORCH_TPU, TORCH_XLA, Target
+from polyxla_tools.fits.compiling import CompileFailedError, CompileProcess, CompileResult
+from polyxla_tools.fits.target import TORCH_TPU, TORCH_XLA, TargetTpu
 
 FOUND = importlib.util.find_spec("libtpu")
 pytestmark = pytest.mark.skipif(FOUND is None, reason="libtpu is not installed; nox -s libtpu installs it")
@@ -84,7 +84,7 @@ def short(number: int) -> int:
 
 def compiled(
     kind: str, code: bytes, tmp_path: Path, replicas: int = 1, path: Path | None = None
-) -> Compilation:
+) -> CompileResult:
     options = xla_client.CompileOptions()
     options.num_replicas = replicas
     devices = np.arange(replicas, dtype=np.int32)[:, None]
@@ -93,14 +93,14 @@ def compiled(
     files[0].write_bytes(code)
     files[1].write_bytes(options.SerializeAsString())
     program = CollectedProgram("f", "one", None, None, 1, 1, *files)
-    with CompileProcess(path or library(), Target.parse(kind, FRAMEWORK), os.environ) as process:
+    with CompileProcess(path or library(), TargetTpu.parse(kind, FRAMEWORK), os.environ) as process:
         return process.compile(program, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("kind", TYPES[FRAMEWORK.module])
 def test_a_program_compiles_for_each_generation(kind: str, tmp_path: Path) -> None:
-    replicas = Target.parse(kind, FRAMEWORK).accelerator.devices
-    compilation = compiled(
+    replicas = TargetTpu.parse(kind, FRAMEWORK).accelerator.devices
+    result = compiled(
         kind,
         module(f"""HloModule sum, replica_count={replicas}
         add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
@@ -110,18 +110,18 @@ def test_a_program_compiles_for_each_generation(kind: str, tmp_path: Path) -> No
         tmp_path,
         replicas,
     )
-    assert compilation.cost is not None, compilation.error
-    assert compilation.cost.argument_bytes == compilation.cost.output_bytes == 1024 * 1024 * 4
-    assert compilation.cost.flops is not None
-    assert compilation.cost.flops >= 2 * 1024**3
-    assert compilation.cost.accessed_bytes is not None
+    assert result.cost is not None, result.error
+    assert result.cost.argument_bytes == result.cost.output_bytes == 1024 * 1024 * 4
+    assert result.cost.flops is not None
+    assert result.cost.flops >= 2 * 1024**3
+    assert result.cost.accessed_bytes is not None
 
 
 def test_an_array_larger_than_the_memory_is_too_large(tmp_path: Path) -> None:
     text = "HloModule one ENTRY main { x = f32[5000000000] parameter(0) ROOT r = f32[5000000000] negate(x) }"
-    compilation = compiled("v5e-1", module(text), tmp_path)
-    assert compilation.is_too_large, compilation.error
-    assert compilation.cost is None
+    result = compiled("v5e-1", module(text), tmp_path)
+    assert result.is_too_large, result.error
+    assert result.cost is None
 
 
 @pytest.mark.skipif(FRAMEWORK is TORCH_TPU, reason="its libtpu has compiled every program that was tried")
@@ -152,7 +152,7 @@ def test_an_array_has_the_size_of_its_tiles(tmp_path: Path) -> None:
     options = tmp_path / "program.options"
     options.write_bytes(xla_client.CompileOptions().SerializeAsString())
     types = [ArrayType("float32", dims) for dims in [(), (64, 10), (1000, 1000), (10, 1000, 1000, 1000)]]
-    with CompileProcess(library(), Target.parse("v5e-1", FRAMEWORK), os.environ) as process:
+    with CompileProcess(library(), TargetTpu.parse("v5e-1", FRAMEWORK), os.environ) as process:
         sizes = [process.size_of(type_, options, TIMEOUT_S) for type_ in types]
     scalar, narrow, square, larger_than_the_memory = sizes
     assert scalar == 512

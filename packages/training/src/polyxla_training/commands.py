@@ -40,7 +40,7 @@ def report(
 
     The page is one HTML file with plots. It needs no network.
     """
-    from polyxla_training.observe.report.run import Run
+    from polyxla_training.observe.report.run import LoggedRun
     from polyxla_training.observe.report.text import Comparison, as_lines
     from polyxla_training.observe.run_log import newest_run, read_run
     from polyxla_training.storage import locate
@@ -55,7 +55,7 @@ def report(
         # Only a report has a default run; a comparison needs names.
         places = [locate(run) for run in runs or ()] or ([] if compare else [newest_run(RUNS)])
         # Read before anything is printed, so that an error in the second run leaves no half report.
-        found = [Run.of(str(place), read_run(place)) for place in places]
+        found = [LoggedRun.of(str(place), read_run(place)) for place in places]
         comparison = Comparison.of(found) if compare else None
         if as_json:
             print_json((comparison or found[0]).as_json())

@@ -112,7 +112,7 @@ class CommandGroup:
         return alive
 
 
-class Worker:
+class WorkerProcess:
     """A running worker.
 
     The token is in memory that only this user can open, by a name that disappears with this process. It is on

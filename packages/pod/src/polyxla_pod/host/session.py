@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from polyxla.plugin import snapshot
-from polyxla_pod.host.processes import CommandGroup, Unpacking, Worker, adopt_orphans
-from polyxla_pod.messages import WORKER_STREAM, Message, decode
+from polyxla_pod.host.processes import CommandGroup, Unpacking, WorkerProcess, adopt_orphans
+from polyxla_pod.messages import WORKER_STREAM, HostMessage, decode
 from polyxla_pod.tpu_nodes import TOKEN_VARIABLE
 
 TICK_S = 0.1
@@ -60,7 +60,7 @@ class HostSession:
         # Defaults until the launcher's message `job`.
         self._host, self._lost_after_s, self._grace_s = 0, 15.0, 5.0
         self._group: CommandGroup | None = None
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
         self._worker_is_ready_after = ""
         # For each open stream, its file descriptor and the beginning of an incomplete line.
         self._streams: dict[str, int] = {}
@@ -104,7 +104,7 @@ class HostSession:
                 self._unpacking.kill()
 
     def _send(self, kind: str, **content: Any) -> None:
-        self._unsent += Message(kind, content).encode()
+        self._unsent += HostMessage(kind, content).encode()
 
     def _flush(self) -> None:
         try:
@@ -168,7 +168,7 @@ class HostSession:
         if self._has_exited and not self._group.is_alive() and self._is_without_worker(now):
             self._finish(now)
 
-    def _report_worker(self, worker: Worker) -> None:
+    def _report_worker(self, worker: WorkerProcess) -> None:
         self._has_worker_exited = True
         self._read_rest([WORKER_STREAM])
         if not self._is_stopping:
@@ -233,7 +233,7 @@ class HostSession:
             if message := decode(line):
                 self._handle(message)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: HostMessage) -> None:
         handlers: dict[str, Callable[..., None]] = {
             "job": self._job,
             "check": self._check,
@@ -312,7 +312,7 @@ class HostSession:
 
     def _start_worker(self, command: list[str], environ: dict[str, str], token: str, ready: str) -> None:
         self._worker_is_ready_after = ready
-        self._worker = Worker(command, _environ(environ), token)
+        self._worker = WorkerProcess(command, _environ(environ), token)
         self._watch(WORKER_STREAM, self._worker.output)
 
     def _start(self, command: list[str], environ: dict[str, str], directory: str | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from polyxla import UsageError
-from polyxla_pod.launcher.connection import Connection
+from polyxla_pod.launcher.connection import HostConnection
 from polyxla_pod.messages import UNTAKEN_PARTS
 
 CHUNK_BYTES = 1 << 16
@@ -57,7 +57,7 @@ def _names(directory: Path) -> Iterator[str]:
     yield from {name for name in done.stdout.split("\0") if name and (directory / name).exists()}
 
 
-async def send(connection: Connection, file: Path, directory: str) -> None:
+async def send(connection: HostConnection, file: Path, directory: str) -> None:
     """Send a tar file to a host, and wait until it is unpacked there.
 
     Raises:

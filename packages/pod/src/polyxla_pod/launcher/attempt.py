@@ -13,7 +13,7 @@ from typing import Any
 from polyxla.plugin import POLYXLA_SECRET, say
 from polyxla_pod.job import PodJob
 from polyxla_pod.launcher import archive, preflight
-from polyxla_pod.launcher.connection import LOST, Connection, HostEndedError
+from polyxla_pod.launcher.connection import LOST, HostConnection, HostEndedError
 from polyxla_pod.pipeline import HostState, Pipeline
 from polyxla_pod.tpu_nodes import READY
 from polyxla_pod.transports import Transport
@@ -37,7 +37,7 @@ REFUSED = 2
 
 
 @dataclass(frozen=True)
-class Failure:
+class JobFailure:
     """Why a job failed.
 
     Attributes:
@@ -72,15 +72,15 @@ class Attempt:
         states: Sequence[HostState],
         pipeline: Pipeline,
         file: Path | None,
-        report: Callable[[Sequence[Failure]], None],
+        report: Callable[[Sequence[JobFailure]], None],
     ) -> None:
         self._job, self._transport, self._states = job, transport, states
         self._pipeline, self._file, self._report = pipeline, file, report
-        self._connections: list[Connection] = []
+        self._connections: list[HostConnection] = []
         self._noted: set[int] = set()
         self._has_started = False
 
-    async def run(self) -> list[Failure]:
+    async def run(self) -> list[JobFailure]:
         """Run the command on all hosts; return the failures, the first one first.
 
         All hosts have ended when it returns, even if it is cancelled.
@@ -90,7 +90,7 @@ class Attempt:
         """
         for host in range(len(self._job.hosts)):
             command = self._transport.command(host, self._job.program)
-            self._connections.append(Connection(host, self._job, command, self._pipeline.add))
+            self._connections.append(HostConnection(host, self._job, command, self._pipeline.add))
         work = asyncio.create_task(self._work())
         # These two run until they are cancelled, and end earlier only with an error.
         shows = [asyncio.create_task(self._tick()), asyncio.create_task(self._show())]
@@ -118,20 +118,20 @@ class Attempt:
         for connection in self._connections:
             connection.kill()
 
-    async def _work(self) -> list[Failure]:
+    async def _work(self) -> list[JobFailure]:
         if failures := await self._phases():
             self._pipeline.flush(traceback=True)
             # A screen that is blocked must not keep the other hosts from being ended.
             await asyncio.wait([asyncio.create_task(self._tell(failures))], timeout=TELL_S)
         return failures
 
-    async def _tell(self, failures: Sequence[Failure]) -> None:
+    async def _tell(self, failures: Sequence[JobFailure]) -> None:
         await asyncio.to_thread(self._pipeline.show)
         # The report follows the output, so that the user reads the failure last.
         await asyncio.to_thread(self._report, failures)
 
-    async def _phases(self) -> list[Failure]:
-        if failures := await self._on_all("connecting", Connection.open):
+    async def _phases(self) -> list[JobFailure]:
+        if failures := await self._on_all("connecting", HostConnection.open):
             return [self._with_remedy(failure) for failure in failures]
         if self._job.preflight and (failures := await self._preflight()):
             return failures
@@ -154,9 +154,9 @@ class Attempt:
     async def _on_all(
         self,
         state: str,
-        act: Callable[[Connection], Coroutine[Any, Any, None]],
+        act: Callable[[HostConnection], Coroutine[Any, Any, None]],
         until: str = asyncio.ALL_COMPLETED,
-    ) -> list[Failure]:
+    ) -> list[JobFailure]:
         """Do something on all hosts at once; return the failures of those that ended.
 
         Args:
@@ -179,10 +179,10 @@ class Attempt:
                 raise result
         return [self._failure(connection) for connection in self._connections if connection.ended.done()]
 
-    async def _preflight(self) -> list[Failure]:
+    async def _preflight(self) -> list[JobFailure]:
         facts: dict[int, dict[str, object]] = {}
 
-        async def ask(connection: Connection) -> None:
+        async def ask(connection: HostConnection) -> None:
             connection.send("check", **preflight.questions(self._job, connection.host))
             facts[connection.host] = (await connection.answer("facts", FACTS_S)).content["facts"]
 
@@ -194,7 +194,7 @@ class Attempt:
             version("polyxla-core"),
         )
         return [
-            Failure(
+            JobFailure(
                 problem.text if problem.host is None else f"{self._job.label(problem.host)}: {problem.text}",
                 REFUSED,
                 problem.host,
@@ -202,11 +202,11 @@ class Attempt:
             for problem in problems
         ]
 
-    async def _start_workers(self) -> list[Failure]:
+    async def _start_workers(self) -> list[JobFailure]:
         # A new token for each start, sent over the connections only, and never written to a disk.
         token = secrets.token_hex(TOKEN_BYTES)
 
-        async def start(connection: Connection) -> None:
+        async def start(connection: HostConnection) -> None:
             command = self._job.worker_command(connection.host)
             environ = self._job.environ_of(connection.host)
             connection.send("worker", command=command, environ=environ, token=token, ready=READY)
@@ -214,15 +214,15 @@ class Attempt:
 
         return await self._on_all("starting its worker", start, asyncio.FIRST_EXCEPTION)
 
-    async def _copy(self, connection: Connection) -> None:
+    async def _copy(self, connection: HostConnection) -> None:
         assert self._file
         assert self._job.directory
         await archive.send(connection, self._file, self._job.directory)
 
-    async def _wait(self) -> list[Failure]:
+    async def _wait(self) -> list[JobFailure]:
         """Wait until all hosts have ended, or one has failed."""
         waiting = {connection.ended: connection for connection in self._connections}
-        failures: list[Failure] = []
+        failures: list[JobFailure] = []
         while waiting:
             # The first failure to arrive may be a consequence: its cause on another host may arrive later.
             limit_s = SETTLE_S if failures else None
@@ -236,12 +236,12 @@ class Attempt:
                 break
         return failures
 
-    def _is_consequence(self, failure: Failure) -> bool:
+    def _is_consequence(self, failure: JobFailure) -> bool:
         if failure.host is None or failure.is_worker:
             return False
         return self._pipeline.is_consequence(failure.host)
 
-    def _note(self, connection: Connection) -> bool:
+    def _note(self, connection: HostConnection) -> bool:
         """Take note of a host's end, once; return whether it has failed."""
         has_failed = connection.ended.result().code != 0
         if connection.host not in self._noted:
@@ -250,13 +250,13 @@ class Attempt:
             self._pipeline.end(connection.host, failed=has_failed)
         return has_failed
 
-    def _failure(self, connection: Connection) -> Failure:
+    def _failure(self, connection: HostConnection) -> JobFailure:
         end = connection.ended.result()
         self._states[connection.host].state = "failed"
         label = self._job.label(connection.host)
-        return Failure(f"{label}: {end}", end.exit_code, connection.host, end.is_worker)
+        return JobFailure(f"{label}: {end}", end.exit_code, connection.host, end.is_worker)
 
-    def _with_remedy(self, failure: Failure) -> Failure:
+    def _with_remedy(self, failure: JobFailure) -> JobFailure:
         """Add what a user can do about a host that cannot be reached."""
         assert failure.host is not None
         # The text is that of Python or of a shell on the host, which no code distinguishes.
@@ -264,7 +264,7 @@ class Attempt:
             fix = f"Install polyxla-pod there for {self._job.python}, or name another Python: --python PATH."
         else:
             fix = f"This must work without a question: {self._transport.check_by_hand(failure.host)}"
-        return Failure(f"{failure.text}. {fix}", failure.exit_code, failure.host)
+        return JobFailure(f"{failure.text}. {fix}", failure.exit_code, failure.host)
 
     async def _stop(self) -> None:
         """End all hosts at once, and report those that do not confirm it."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from polyxla.plugin import signal_name
 from polyxla_pod.job import PodJob
-from polyxla_pod.messages import SILENCES, WORKER_STREAM, Message, decode, find_misfit
+from polyxla_pod.messages import SILENCES, WORKER_STREAM, HostMessage, decode, find_misfit
 
 LINE_BYTES = 1 << 20
 """Longer lines are passed on in parts. A host's messages are much shorter."""
@@ -164,10 +164,10 @@ def _ended(code: int | None) -> str:
 
 
 class HostEndedError(Exception):
-    """The host ended before it answered; `Connection.ended` says how."""
+    """The host ended before it answered; `HostConnection.ended` says how."""
 
 
-class Connection:
+class HostConnection:
     """One host, seen from the launcher. Belongs to the event loop in which it is made.
 
     Args:
@@ -189,7 +189,7 @@ class Connection:
         self.clock_difference_s = 0.0
         self._job, self._command, self._on_line = job, list(command), on_line
         self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._answers: dict[str, asyncio.Future[Message]] = {}
+        self._answers: dict[str, asyncio.Future[HostMessage]] = {}
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
         self._worker_said: deque[str] = deque(maxlen=_WORKER_LINES)
         self._process: LocalProcess | None = None
@@ -222,7 +222,7 @@ class Connection:
     def send(self, kind: str, **content: Any) -> None:
         """Queue a message; a connection that has ended ignores it."""
         if self._process:
-            self._process.write(Message(kind, content).encode())
+            self._process.write(HostMessage(kind, content).encode())
 
     async def taken(self, count: int, timeout_s: float) -> None:
         """Wait until the host has written that many parts of an archive.
@@ -249,7 +249,7 @@ class Connection:
             self.fail(self._of_worker(f"was not ready within {timeout_s:g} s"))
             raise HostEndedError
 
-    async def answer(self, kind: str, timeout_s: float) -> Message:
+    async def answer(self, kind: str, timeout_s: float) -> HostMessage:
         """Wait for a message of this kind.
 
         Raises:
@@ -290,7 +290,7 @@ class Connection:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _future(self, kind: str) -> asyncio.Future[Message]:
+    def _future(self, kind: str) -> asyncio.Future[HostMessage]:
         # An answer may arrive before anything waits for it.
         return self._answers.setdefault(kind, asyncio.get_running_loop().create_future())
 
@@ -327,7 +327,7 @@ class Connection:
         elif text := line.decode(errors="replace").strip():
             self._said.append(text[:_SAID_CHARACTERS])
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: HostMessage) -> None:
         content = message.content
         if message.kind == "line":
             if content["stream"] == WORKER_STREAM:
@@ -352,7 +352,7 @@ class Connection:
         else:
             self._take_answer(message)
 
-    def _take_answer(self, message: Message) -> None:
+    def _take_answer(self, message: HostMessage) -> None:
         if message.kind == "taken":
             self._taken += 1
         if not (answer := self._future(message.kind)).done():

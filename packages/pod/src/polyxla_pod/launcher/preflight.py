@@ -22,7 +22,7 @@ CHIPS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
-class Problem:
+class HostProblem:
     """Why a host cannot take part.
 
     Attributes:
@@ -71,7 +71,7 @@ def _node(job: PodJob, host: int) -> dict[str, Any] | None:
 
 def find_problems(
     facts: Sequence[Mapping[str, Any]], clock_differences_s: Sequence[float], version: str
-) -> list[Problem]:
+) -> list[HostProblem]:
     """Return everything that is wrong, by host.
 
     Args:
@@ -91,7 +91,7 @@ def find_problems(
     return sorted(found, key=lambda problem: -1 if problem.host is None else problem.host)
 
 
-def _versions(facts: Sequence[Mapping[str, Any]], version: str) -> list[Problem]:
+def _versions(facts: Sequence[Mapping[str, Any]], version: str) -> list[HostProblem]:
     installed = [host_facts["versions"] for host_facts in facts]
     found = []
     for name in sorted({name for versions in installed for name in versions}):
@@ -104,26 +104,26 @@ def _versions(facts: Sequence[Mapping[str, Any]], version: str) -> list[Problem]
                 has = f"has {name} {own_version}" if own_version else f"does not have {name}"
                 want = f"{others} {usual}" if usual else f"{others} none"
                 fix = f"Install {name}=={usual} on it" if usual else f"Uninstall {name} there"
-                found.append(Problem(host, f"{has}, {want}. {fix}."))
+                found.append(HostProblem(host, f"{has}, {want}. {fix}."))
     return found
 
 
-def _held_chips(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+def _held_chips(facts: Sequence[Mapping[str, Any]]) -> list[HostProblem]:
     fix = "End it, or wait until it has ended."
     return [
-        Problem(host, f"the chips are in use: {holder}. {fix}")
+        HostProblem(host, f"the chips are in use: {holder}. {fix}")
         for host, host_facts in enumerate(facts)
         for holder in host_facts["holders"]
     ]
 
 
-def _workers(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+def _workers(facts: Sequence[Mapping[str, Any]]) -> list[HostProblem]:
     workers = [host_facts["worker"] for host_facts in facts]
     if not any(workers):
         return []
     without = "has no TPU chips, other hosts have. Leave it out of --hosts."
     found = [
-        Problem(host, worker["error"] if worker else without)
+        HostProblem(host, worker["error"] if worker else without)
         for host, worker in enumerate(workers)
         if not worker or "error" in worker
     ]
@@ -135,24 +135,24 @@ def _workers(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
     for host, worker in enumerate(workers):
         if (worker["hosts"], worker["type"]) != (count, kind):
             text = f"belongs to a {worker['type']}, w0 to a {kind}. Name the hosts of one slice."
-            found.append(Problem(host, text))
+            found.append(HostProblem(host, text))
         elif (same := first.setdefault(worker["id"], host)) != host:
             text = (
                 f"is worker {worker['id']} of its slice, and so is w{same}. Name each host of one slice once."
             )
-            found.append(Problem(host, text))
+            found.append(HostProblem(host, text))
     # A slice trains only as a whole: its chips wait for those of all hosts.
     missing = sorted(set(range(count)) - first.keys())
     if missing and not found:
         names = ", ".join(map(str, missing))
         text = f"the {kind} has {count} hosts, and worker {names} is missing. Add its host to --hosts."
-        found.append(Problem(None, text))
+        found.append(HostProblem(None, text))
     return found
 
 
-def _used_ports(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+def _used_ports(facts: Sequence[Mapping[str, Any]]) -> list[HostProblem]:
     return [
-        Problem(
+        HostProblem(
             host,
             f"port {', '.join(map(str, host_facts['used_ports']))} is in use. End what listens there: "
             f"`ss -ltnp` on the host lists it.",
@@ -163,40 +163,42 @@ def _used_ports(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
     ]
 
 
-def _nodes(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+def _nodes(facts: Sequence[Mapping[str, Any]]) -> list[HostProblem]:
     found = []
     for host, host_facts in enumerate(facts):
         if not (node := host_facts["node"]):
             continue
         if tpu_nodes.DISTRIBUTION not in host_facts["versions"]:
             fix = f"Install {tpu_nodes.DISTRIBUTION} on it."
-            found.append(Problem(host, f"does not have runtime {tpu_nodes.RUNTIME}. {fix}"))
+            found.append(HostProblem(host, f"does not have runtime {tpu_nodes.RUNTIME}. {fix}"))
         elif node["address"]:
             fix = "Name the hosts by addresses that all of them know, such as --hosts 10.0.0.2,10.0.0.3."
-            found.append(Problem(host, f"{node['address']}. {fix}"))
+            found.append(HostProblem(host, f"{node['address']}. {fix}"))
         elif node["worker"]:
             fix = "Start one there with `polyxla worker`, or pass --workers."
-            found.append(Problem(host, f"no worker listens at {node['worker']}. {fix}"))
+            found.append(HostProblem(host, f"no worker listens at {node['worker']}. {fix}"))
     return found
 
 
-def _full_disks(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+def _full_disks(facts: Sequence[Mapping[str, Any]]) -> list[HostProblem]:
     need = f"{FREE_BYTES / 2**30:g} GiB"
     return [
-        Problem(host, f"{free / 2**30:.2f} GiB are free in {directory}. Make {need} free.")
+        HostProblem(host, f"{free / 2**30:.2f} GiB are free in {directory}. Make {need} free.")
         for host, host_facts in enumerate(facts)
         for directory, free in host_facts["free_bytes"].items()
         if free < FREE_BYTES
     ]
 
 
-def _wrong_clocks(differences_s: Sequence[float]) -> list[Problem]:
+def _wrong_clocks(differences_s: Sequence[float]) -> list[HostProblem]:
     # This machine's clock does not matter: only the hosts compare times with each other.
     median = statistics.median(differences_s)
     fix = "Synchronise it: `timedatectl set-ntp true` on the host."
     ahead_s = {host: difference_s - median for host, difference_s in enumerate(differences_s)}
     return [
-        Problem(host, f"its clock is {abs(by):.1f} s {'ahead of' if by > 0 else 'behind'} the others. {fix}")
+        HostProblem(
+            host, f"its clock is {abs(by):.1f} s {'ahead of' if by > 0 else 'behind'} the others. {fix}"
+        )
         for host, by in ahead_s.items()
         if abs(by) > CLOCK_S
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from polyxla.plugin import say
 from polyxla_pod.job import PodJob
 from polyxla_pod.launcher import archive
-from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
+from polyxla_pod.launcher.attempt import REFUSED, Attempt, JobFailure
 from polyxla_pod.launcher.connection import LOST
 from polyxla_pod.pipeline import HostState, Log, Pipeline, Screen
 from polyxla_pod.transports import Transport
@@ -30,7 +30,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Result:
+class JobResult:
     """How a job ended.
 
     Attributes:
@@ -40,11 +40,11 @@ class Result:
     """
 
     exit_code: int
-    failures: tuple[Failure, ...]
+    failures: tuple[JobFailure, ...]
     attempts: int
 
 
-class Run:
+class JobRunner:
     """Runs a job. Call `run` once, in the main thread.
 
     Args:
@@ -70,7 +70,7 @@ class Run:
         # The number of attempts so far, including the running one.
         self._count = 0
 
-    def run(self) -> Result:
+    def run(self) -> JobResult:
         """Run the job; return when it and all hosts have ended."""
         _allow_open_files(len(self._job.hosts) * _FILES_PER_HOST)
         # Pack once: all attempts and hosts get the same files, whatever changes on the disk.
@@ -83,7 +83,7 @@ class Run:
                 file = Path(packed.name)
             return asyncio.run(self._attempts(file))
 
-    async def _attempts(self, file: Path | None) -> Result:
+    async def _attempts(self, file: Path | None) -> JobResult:
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(self._try(file))
         # The loop runs these handlers between its callbacks, where cancelling a task is safe.
@@ -93,13 +93,13 @@ class Run:
             return await task
         except asyncio.CancelledError:
             assert self._signal
-            return Result(128 + self._signal, (), self._count)
+            return JobResult(128 + self._signal, (), self._count)
         except OSError:
             # The terminal or the pipe is gone. At its exit, Python would fail to flush the rest to it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return Result(128 + signal.SIGPIPE, (), self._count)
+            return JobResult(128 + signal.SIGPIPE, (), self._count)
 
-    def _interrupt(self, number: signal.Signals, task: asyncio.Task[Result]) -> None:
+    def _interrupt(self, number: signal.Signals, task: asyncio.Task[JobResult]) -> None:
         if self._signal is None:
             self._signal = number
             task.cancel()
@@ -109,13 +109,13 @@ class Run:
             # After a second signal the user does not want to wait for the grace time.
             self._attempt.kill()
 
-    async def _try(self, file: Path | None) -> Result:
+    async def _try(self, file: Path | None) -> JobResult:
         while True:
             self._count += 1
             pipeline = Pipeline(self._states, self._screen, self._log)
             self._attempt = Attempt(self._job, self._transport, self._states, pipeline, file, self._report)
             failures = await self._attempt.run()
-            result = Result(failures[0].exit_code if failures else 0, tuple(failures), self._count)
+            result = JobResult(failures[0].exit_code if failures else 0, tuple(failures), self._count)
             # The preflight would refuse the same hosts again.
             if not failures or result.exit_code == REFUSED or self._count > self._job.retry:
                 return result
@@ -126,7 +126,7 @@ class Run:
             say(f"starting again in {pause_s:g} s, retry {self._count} of {self._job.retry}")
             await asyncio.sleep(pause_s)
 
-    def _report(self, failures: Sequence[Failure]) -> None:
+    def _report(self, failures: Sequence[JobFailure]) -> None:
         for failure in failures[:SHOWN_FAILURES]:
             say(f"error: {failure.text}")
         if len(failures) > SHOWN_FAILURES:

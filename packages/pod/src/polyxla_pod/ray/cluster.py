@@ -30,7 +30,7 @@ RESERVE_S = 15.0
 
 
 @dataclass(frozen=True)
-class Host:
+class SliceHost:
     """A node with TPU chips.
 
     Attributes:
@@ -58,7 +58,7 @@ class Slice:
 
     name: str
     type: str
-    hosts: tuple[Host, ...]
+    hosts: tuple[SliceHost, ...]
 
     def __str__(self) -> str:
         return f"{self.name} ({self.type or 'unknown type'}, {len(self.hosts)} host(s))"
@@ -130,13 +130,13 @@ def _slice(name: str, nodes: Sequence[Mapping[str, Any]]) -> Slice:
     return Slice(name, nodes[0]["Labels"].get(TYPE_LABEL, ""), tuple(hosts))
 
 
-def _host(node: Mapping[str, Any]) -> Host:
+def _host(node: Mapping[str, Any]) -> SliceHost:
     labels = node["Labels"]
     own = {label: labels[label] for label in (SLICE_LABEL, WORKER_LABEL) if label in labels}
     # A replacement in a slice gets the same labels, so they are preferred to the node's id.
     chosen = own if len(own) == 2 else {NODE_LABEL: node["NodeID"]}
     address, chips = node["NodeManagerAddress"], node["Resources"][CHIPS]
-    return Host(address, chips, int(labels.get(WORKER_LABEL, 0)), chosen)
+    return SliceHost(address, chips, int(labels.get(WORKER_LABEL, 0)), chosen)
 
 
 def connect(address: str | None, environ: Mapping[str, str]) -> None:

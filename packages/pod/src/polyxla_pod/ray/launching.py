@@ -12,7 +12,7 @@ from polyxla import ReplicaLostError, UsageError
 from polyxla.plugin import snapshot, unpack
 from polyxla_pod.folding import FoldedLine
 from polyxla_pod.job import PodJob
-from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
+from polyxla_pod.launcher.attempt import REFUSED, Attempt, JobFailure
 from polyxla_pod.launcher.connection import CONFIRM_S
 from polyxla_pod.pipeline import HostState, Pipeline
 from polyxla_pod.ray import env
@@ -47,14 +47,14 @@ def launch(function: Callable[..., Any], options: Mapping[str, Any]) -> list[Any
             runtime=options["runtime"],
             connect_s=CONNECT_S,
         )
-        failures = _Attempt(job, transport).run()
+        failures = _AttemptThread(job, transport).run()
         if failures:
             _raise(failures, job, transport)
         numbered = [result for host in range(len(job.hosts)) for result in _results(host, job, transport)]
     return [value for _, value in sorted(numbered, key=lambda result: result[0])]
 
 
-class _Attempt:
+class _AttemptThread:
     """Runs the job in a thread: a notebook's main thread has an event loop already.
 
     Args:
@@ -64,14 +64,14 @@ class _Attempt:
 
     def __init__(self, job: PodJob, transport: RayTransport) -> None:
         self._job, self._transport = job, transport
-        self._failures: Sequence[Failure] = ()
+        self._failures: Sequence[JobFailure] = ()
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         # An event and not `join`: in Python 3.11, a thread whose `join` was interrupted counts as ended.
         self._is_over = threading.Event()
 
-    def run(self) -> Sequence[Failure]:
+    def run(self) -> Sequence[JobFailure]:
         """Run it; return the failures, the first one first. An interrupt ends all hosts, then goes on."""
         threading.Thread(target=self._main, name="polyxla-pod", daemon=True).start()
         try:
@@ -139,7 +139,7 @@ def _results(host: int, job: PodJob, transport: RayTransport) -> list[tuple[int,
     return results
 
 
-def _raise(failures: Sequence[Failure], job: PodJob, transport: RayTransport) -> None:
+def _raise(failures: Sequence[JobFailure], job: PodJob, transport: RayTransport) -> None:
     """Raise the first failure: a host's own exception, if it has left one."""
     first = failures[0]
     outcome = transport.outcome(first.host, OUTCOME_S) if first.host is not None else b""

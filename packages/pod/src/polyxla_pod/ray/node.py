@@ -38,7 +38,7 @@ class Ending:
     outcome: bytes
 
 
-class Node:
+class NodeActor:
     """Runs one program. Everything happens in the actor's event loop.
 
     The program is `polyxla_pod.host`, which ends the command when its input closes: also when this process

@@ -16,10 +16,10 @@ from typing import Any
 
 from polyxla import UsageError
 from polyxla.plugin import snapshot
-from polyxla_pod.messages import Message
+from polyxla_pod.messages import HostMessage
 from polyxla_pod.ray import cluster, relay
 from polyxla_pod.ray.cluster import CHIPS, choose, find_slices
-from polyxla_pod.ray.node import READ_BYTES, Ending, Node
+from polyxla_pod.ray.node import READ_BYTES, Ending, NodeActor
 from polyxla_pod.transports import Target, Transport
 
 END_S = 15.0
@@ -174,7 +174,7 @@ def _report(writer: asyncio.StreamWriter, text: str) -> None:
     """Name the problem as the host would."""
     with contextlib.suppress(OSError):
         # The launcher shows errors of the host with its name, so this speaks as the host does.
-        writer.write(Message("error", {"text": text, "code": None}).encode())
+        writer.write(HostMessage("error", {"text": text, "code": None}).encode())
 
 
 def _explain(program: Sequence[str], ending: Ending) -> str:
@@ -237,7 +237,7 @@ class RayTransport(Transport):
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=host)
         chips = {CHIPS: self._slice.hosts[host].chips}
         # The actor asks for no CPUs, because other actors may hold all of them.
-        return ray.remote(Node).options(num_cpus=0, resources=chips, scheduling_strategy=where).remote()
+        return ray.remote(NodeActor).options(num_cpus=0, resources=chips, scheduling_strategy=where).remote()
 
 
 def _options(target: Target) -> dict[str, str]:

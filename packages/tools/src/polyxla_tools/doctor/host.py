@@ -37,7 +37,7 @@ NVIDIA = Path("/proc/driver/nvidia")
 
 
 @dataclass(frozen=True)
-class Memory:
+class HostMemory:
     """The memory that processes of this host share, in bytes.
 
     Attributes:
@@ -51,7 +51,7 @@ class Memory:
     is_limited: bool = False
 
 
-def read_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory | None:
+def read_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None:
     """Return this host's memory; None if the kernel does not list it.
 
     Args:
@@ -61,7 +61,7 @@ def read_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory | None:
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE))
     if "MemTotal" not in found or "MemAvailable" not in found:
         return None
-    memory = Memory(int(found["MemTotal"]) << 10, int(found["MemAvailable"]) << 10)
+    memory = HostMemory(int(found["MemTotal"]) << 10, int(found["MemAvailable"]) << 10)
     for group in _groups(proc, cgroups):
         memory = _limited(memory, group)
     return memory
@@ -75,7 +75,7 @@ def _groups(proc: Path, cgroups: Path) -> list[Path]:
     return [own, *(group for group in own.parents if group.is_relative_to(cgroups))]
 
 
-def _limited(memory: Memory, group: Path) -> Memory:
+def _limited(memory: HostMemory, group: Path) -> HostMemory:
     limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
     # Without a limit, the file contains `max`; the root group has no such file.
     if not limit.isdecimal() or not used.isdecimal():
@@ -84,7 +84,9 @@ def _limited(memory: Memory, group: Path) -> Memory:
     cached = re.search(r"^inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     left = max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
     is_less = int(limit) < memory.total
-    return Memory(min(memory.total, int(limit)), min(memory.available, left), memory.is_limited or is_less)
+    return HostMemory(
+        min(memory.total, int(limit)), min(memory.available, left), memory.is_limited or is_less
+    )
 
 
 def _text(path: Path) -> str:
@@ -185,7 +187,7 @@ class HostFacts:
     system: str
     user: str
     cores: int
-    memory: Memory | None
+    memory: HostMemory | None
     chips: tuple[AttachedChip, ...]
     device_files: tuple[Access, ...]
     holders: tuple[Holder, ...]

@@ -21,8 +21,8 @@ from polyxla.plugin import JsonFlag, pip_install, plain_errors, print_json, say,
 
 if TYPE_CHECKING:
     from polyxla_bridge.programs.executable import ArrayType
-    from polyxla_tools.fits.report import Result
-    from polyxla_tools.fits.target import Framework, Target
+    from polyxla_tools.fits.report import CheckedScript
+    from polyxla_tools.fits.target import Framework, TargetTpu
 
 TOO_LARGE = 3
 """Exit code if a program, with all arrays of the script, needs more HBM than a device has."""
@@ -69,35 +69,35 @@ def fits(
     # SystemExit unwinds the run's context managers, as KeyboardInterrupt does, so no process is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with plain_errors(as_json):
-        with shown() as progress:
-            work = Work.prepare(on, steps, timeout, progress)
+        with phase_display() as display:
+            checker = ScriptChecker.prepare(on, steps, timeout, display)
             if find_batch is None:
-                result, largest = work.check(command), None
+                script, largest = checker.check(command), None
             else:
-                result, largest = work.find_batch(command, find_batch)
-        raise typer.Exit(finish(work, result, largest, as_json))
+                script, largest = checker.find_batch(command, find_batch)
+        raise typer.Exit(finish(checker, script, largest, as_json))
 
 
-def finish(work: Work, result: Result, largest: int | None, as_json: bool) -> int:
-    """Print the result, and return the exit code."""
+def finish(checker: ScriptChecker, script: CheckedScript, largest: int | None, as_json: bool) -> int:
+    """Print whether the script fits, and return the exit code."""
     from polyxla_tools.fits import report
 
     if as_json:
-        document = report.as_json(work.target, work.version, result)
+        document = report.as_json(checker.target, checker.version, script)
         print_json(document if largest is None else {**document, "largest_batch": largest})
     else:
-        for line in report.as_text(work.target, work.version, result):
+        for line in report.as_text(checker.target, checker.version, script):
             typer.echo(line)
         if largest is not None:
             typer.echo(f"largest batch that fits: {largest}" if largest else "no batch fits, not even 1")
-    if result.is_too_large(work.target):
+    if script.is_too_large(checker.target):
         return TOO_LARGE
-    return 0 if result.fits(work.target) else 1
+    return 0 if script.fits(checker.target) else 1
 
 
 @dataclass(frozen=True)
-class Work:
-    """What the command works with.
+class ScriptChecker:
+    """Checks scripts of one framework for one TPU, until its time is over.
 
     Attributes:
         framework: the script's.
@@ -107,20 +107,20 @@ class Work:
         steps: how many steps in a row must bring no new program.
         end: when the time is over, on the monotonic clock.
         environ: this process's.
-        progress: shows what is being done.
+        display: shows what is being done.
     """
 
     framework: Framework
-    target: Target
+    target: TargetTpu
     library: Path
     version: str
     steps: int
     end: float
     environ: Mapping[str, str]
-    progress: Progress
+    display: PhaseDisplay
 
     @classmethod
-    def prepare(cls, on: str, steps: int, timeout_s: float, progress: Progress) -> Work:
+    def prepare(cls, on: str, steps: int, timeout_s: float, display: PhaseDisplay) -> ScriptChecker:
         """Check all that can be checked before the script runs.
 
         Raises:
@@ -133,10 +133,10 @@ class Work:
                 fix=f"Install it: {pip_install('polyxla-bridge')}",
             )
         # These modules import the bridge, so its absence is reported before.
-        from polyxla_tools.fits.target import Target, installed_framework
+        from polyxla_tools.fits.target import TargetTpu, installed_framework
 
         framework = installed_framework()
-        target, environ = Target.parse(on, framework), snapshot()
+        target, environ = TargetTpu.parse(on, framework), snapshot()
         # Only another process may load libtpu, which ends its process on a fatal error.
         found = importlib.util.find_spec("libtpu")
         if found is None or found.origin is None:
@@ -152,38 +152,36 @@ class Work:
         version = importlib.metadata.version("libtpu")
         # One deadline for everything: the search for a batch size runs the script several times.
         end = time.monotonic() + timeout_s
-        return cls(framework, target, library, version, steps, end, environ, progress)
+        return cls(framework, target, library, version, steps, end, environ, display)
 
-    def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> Result:
+    def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> CheckedScript:
         """Run the script, compile its programs, and return what libtpu made of them."""
         from polyxla_tools.fits.compiling import CompileProcess, memory_peaks
         from polyxla_tools.fits.emulated_run import EmulatedRun
-        from polyxla_tools.fits.report import Checked, Result
+        from polyxla_tools.fits.report import CheckedProgram, CheckedScript
 
-        checked: list[Checked] = []
+        checked: list[CheckedProgram] = []
         with tempfile.TemporaryDirectory(prefix="polyxla-fits-") as directory:
             run = EmulatedRun(command, self.target, self.framework, self.steps, self._left())
-            self.progress.phase(f"running {' '.join(command)} on an emulated {self.target.accelerator.name}")
-            programs = run.collect(Path(directory), self.environ, self.progress.detail)
-            self.progress.phase(f"compiling {len(programs)} programs for it with libtpu {self.version}")
+            self.display.phase(f"running {' '.join(command)} on an emulated {self.target.accelerator.name}")
+            programs = run.collect(Path(directory), self.environ, self.display.detail)
+            self.display.phase(f"compiling {len(programs)} programs for it with libtpu {self.version}")
             with CompileProcess(self.library, self.target, self.environ) as compiler:
                 for number, program in enumerate(programs, 1):
-                    self.progress.detail(f"{number} of {len(programs)}, {program.line or program.name}")
-                    checked.append(Checked(program, compiler.compile(program, self._left())))
+                    self.display.detail(f"{number} of {len(programs)}, {program.line or program.name}")
+                    checked.append(CheckedProgram(program, compiler.compile(program, self._left())))
                     # The search needs no more than that: compiling the other programs takes minutes.
-                    if stops_when_too_large and checked[-1].compilation.is_too_large:
-                        return Result(checked)
-                self.progress.detail("the arrays that are in use")
-                costs = [
-                    (found.program, found.compilation.cost) for found in checked if found.compilation.cost
-                ]
+                    if stops_when_too_large and checked[-1].result.is_too_large:
+                        return CheckedScript(checked)
+                self.display.detail("the arrays that are in use")
+                costs = [(found.program, found.result.cost) for found in checked if found.result.cost]
 
                 def size_of(type_: ArrayType) -> int:
                     return compiler.size_of(type_, programs[0].options, self._left())
 
-                return Result(checked, memory_peaks(costs, size_of))
+                return CheckedScript(checked, memory_peaks(costs, size_of))
 
-    def find_batch(self, command: Sequence[str], first: int) -> tuple[Result, int]:
+    def find_batch(self, command: Sequence[str], first: int) -> tuple[CheckedScript, int]:
         """Return the largest batch size that fits, 0 if none does, and what libtpu made of its programs.
 
         Raises:
@@ -200,21 +198,21 @@ class Work:
                 where=f"--find-batch {first}",
                 fix=f"Write it where the script takes the batch size, such as --batch-size {PLACE}.",
             )
-        tried: dict[int, Result] = {}
+        tried: dict[int, CheckedScript] = {}
 
         def is_fitting(size: int) -> bool:
             try:
                 tried[size] = self.check(with_batch_size(command, size), stops_when_too_large=True)
             except (ScriptFailedError, TimeLimitError) as error:
-                fitted = max((size for size, result in tried.items() if result.fits(self.target)), default=0)
+                fitted = max((size for size, script in tried.items() if script.fits(self.target)), default=0)
                 # The search may have taken an hour: its best result so far must not be lost.
                 known = f"batch size {fitted} fits; " if fitted else ""
                 raise type(error)(f"{known}batch size {size}: {error}") from error
             is_too_large = tried[size].is_too_large(self.target)
-            problems = [program for program in tried[size].programs if not program.compilation.fits]
+            problems = [program for program in tried[size].programs if not program.result.fits]
             if problems and not is_too_large:
                 raise CannotCompileError(f"batch size {size}: {problems[0].problem(self.target)}")
-            self.progress.phase(f"batch size {size}: {'too large' if is_too_large else 'fits'}")
+            self.display.phase(f"batch size {size}: {'too large' if is_too_large else 'fits'}")
             return not is_too_large
 
         largest = largest_fitting(is_fitting, first)
@@ -262,7 +260,7 @@ def _number(size: int) -> int:
     return size if size <= TILE else size // TILE + TILE - 1
 
 
-class Progress:
+class PhaseDisplay:
     """Shows phases on standard error; on a terminal, in one line that changes, with their details.
 
     Args:
@@ -288,13 +286,13 @@ class Progress:
 
 
 @contextmanager
-def shown() -> Iterator[Progress]:
-    """Show progress until the end of the block."""
+def phase_display() -> Iterator[PhaseDisplay]:
+    """Show phases until the end of the block."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, markup=False)
     if not console.is_terminal:
-        yield Progress()
+        yield PhaseDisplay()
         return
     with console.status("") as status:
-        yield Progress(status)
+        yield PhaseDisplay(status)

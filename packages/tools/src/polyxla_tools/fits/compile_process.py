@@ -53,7 +53,7 @@ class Cost:
         return needed + self.temporary_bytes + self.code_bytes
 
 
-class Compiler:
+class TopologyCompiler:
     """A PJRT plugin that compiles for a topology. Not safe to use from several threads.
 
     libtpu may end the process instead of raising, so use it in a process of its own.
@@ -132,7 +132,7 @@ def main() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:
-            compiler = Compiler(Path(library), topology, json.loads(options))
+            compiler = TopologyCompiler(Path(library), topology, json.loads(options))
         except PjrtError as error:
             answers.write(json.dumps({"error": error.message, "code": error.code}) + "\n")
             return
@@ -141,7 +141,7 @@ def main() -> None:
             answers.write(json.dumps(_compile(compiler, *map(Path, json.loads(line)))) + "\n")
 
 
-def _compile(compiler: Compiler, hlo: Path, options: Path) -> dict[str, Any]:
+def _compile(compiler: TopologyCompiler, hlo: Path, options: Path) -> dict[str, Any]:
     started = time.perf_counter()
     answer: dict[str, Any]
     try:

@@ -23,14 +23,14 @@ from polyxla_bridge.programs.executable import ArrayType
 from polyxla_tools.fits import compile_process
 from polyxla_tools.fits.collected import CollectedProgram
 from polyxla_tools.fits.compile_process import Cost
-from polyxla_tools.fits.target import Target
+from polyxla_tools.fits.target import TargetTpu
 
 START_TIMEOUT_S = 60.0
 """Longest wait for libtpu to load, in seconds; it takes less than one."""
 
 
 @dataclass(frozen=True)
-class Compilation:
+class CompileResult:
     """What libtpu made of a program.
 
     Attributes:
@@ -65,7 +65,7 @@ class CompileProcess:
         environ: of this process.
     """
 
-    def __init__(self, library: Path, target: Target, environ: Mapping[str, str]) -> None:
+    def __init__(self, library: Path, target: TargetTpu, environ: Mapping[str, str]) -> None:
         self._memory_bytes = target.memory_bytes
         arguments = [str(library), target.topology, json.dumps(target.options)]
         self._command = [sys.executable, "-m", compile_process.__name__, *arguments]
@@ -92,7 +92,7 @@ class CompileProcess:
         self._end()
         self._errors.close()
 
-    def compile(self, program: CollectedProgram, timeout_s: float) -> Compilation:
+    def compile(self, program: CollectedProgram, timeout_s: float) -> CompileResult:
         """Compile a program; wait at most `timeout_s` seconds.
 
         Raises:
@@ -106,15 +106,15 @@ class CompileProcess:
             is_late = seconds >= timeout_s
             reason = f"libtpu took longer than {timeout_s:.0f} s" if is_late else self._end_of_process()
             self._end()
-            return Compilation(seconds, error=reason)
+            return CompileResult(seconds, error=reason)
         if "error" in answer:
-            return Compilation(
+            return CompileResult(
                 answer["seconds"],
                 error=answer["error"],
                 is_too_large=answer["code"] == Code.RESOURCE_EXHAUSTED,
             )
         cost = Cost(**answer["cost"])
-        return Compilation(answer["seconds"], cost, is_too_large=cost.total_bytes > self._memory_bytes)
+        return CompileResult(answer["seconds"], cost, is_too_large=cost.total_bytes > self._memory_bytes)
 
     def size_of(self, type_: ArrayType, options: Path, timeout_s: float) -> int:
         """Return the memory that an array needs on the TPU, where it fills whole tiles.

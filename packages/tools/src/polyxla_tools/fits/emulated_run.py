@@ -16,7 +16,7 @@ from polyxla import PolyxlaError
 from polyxla.plugin import POLYXLA_DEVICES, POLYXLA_RUNTIME, tpu_env
 from polyxla_bridge.env import POLYXLA_DEVICE_MEMORY, POLYXLA_LIBTPU_PROGRAMS
 from polyxla_tools.fits.collected import CollectedProgram, Logs, programs
-from polyxla_tools.fits.target import Framework, Target
+from polyxla_tools.fits.target import Framework, TargetTpu
 
 TICK_S = 0.5
 GRACE_S = 10.0
@@ -43,7 +43,7 @@ class EmulatedRun:
     """
 
     command: Sequence[str]
-    target: Target
+    target: TargetTpu
     framework: Framework
     steps: int
     timeout_s: float

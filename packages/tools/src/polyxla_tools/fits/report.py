@@ -10,8 +10,8 @@ from typing import Any
 
 from polyxla_tools.fits.collected import CollectedProgram, operation_line
 from polyxla_tools.fits.compile_process import Cost
-from polyxla_tools.fits.compiling import Compilation, MemoryPeak
-from polyxla_tools.fits.target import Target
+from polyxla_tools.fits.compiling import CompileResult, MemoryPeak
+from polyxla_tools.fits.target import TargetTpu
 
 SMALL_BYTES = 1 << 20
 """Programs that need less HBM are counted, not listed."""
@@ -22,73 +22,73 @@ WIDTH = 8
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedProgram:
     """A program and what libtpu made of it."""
 
     program: CollectedProgram
-    compilation: Compilation
+    result: CompileResult
 
     @property
     def where(self) -> str:
         """Where the program comes from."""
         return origin(self.program)
 
-    def problem(self, target: Target) -> str | None:
+    def problem(self, target: TargetTpu) -> str | None:
         """Return why the program does not run on the TPU, in a sentence; None if it does."""
-        if self.compilation.fits:
+        if self.result.fits:
             return None
-        error = self.compilation.error
-        if self.compilation.is_too_large:
-            cost = self.compilation.cost
+        error = self.result.error
+        if self.result.is_too_large:
+            cost = self.result.cost
             return f"{self.where}: {exceeded(cost, target) if cost else too_large(error, target)}"
         operation = failed_operation(error)
         line = operation_line(self.program.hlo.read_bytes(), operation) if operation else None
         of = f" ({operation}{f' at {line}' if line else ''})" if operation else ""
         return f"{self.where}: libtpu does not compile the program{of}: {error.strip().splitlines()[0]}"
 
-    def as_json(self, target: Target) -> dict[str, Any]:
+    def as_json(self, target: TargetTpu) -> dict[str, Any]:
         """Return it as JSON-compatible values."""
-        cost = self.compilation.cost
+        cost = self.result.cost
         return {
             "line": self.program.line,
             "name": self.program.name,
             "operation": self.program.operation,
             "executions": self.program.executions,
             "variants": self.program.variants,
-            "fits": self.compilation.fits,
+            "fits": self.result.fits,
             "hbm_bytes": cost.total_bytes if cost else None,
             **(dataclasses.asdict(cost) if cost else {}),
             "estimate_s": target.estimate_s(cost) if cost else None,
-            "compile_s": round(self.compilation.seconds, 3),
+            "compile_s": round(self.result.seconds, 3),
             "problem": self.problem(target),
-            "is_too_large": self.compilation.is_too_large,
+            "is_too_large": self.result.is_too_large,
         }
 
 
 @dataclass(frozen=True)
-class Result:
-    """The result of the command.
+class CheckedScript:
+    """A script's programs, and the most memory that each device needs.
 
     Attributes:
         programs: the script's.
         peaks: of the devices; not known if a program is too large and the others were not compiled then.
     """
 
-    programs: Sequence[Checked]
+    programs: Sequence[CheckedProgram]
     peaks: Sequence[MemoryPeak] = ()
 
-    def is_too_large(self, target: Target) -> bool:
+    def is_too_large(self, target: TargetTpu) -> bool:
         """Return whether a program, or all that is in use while it runs, needs more HBM than a device has."""
         is_full = any(peak.total_bytes > target.memory_bytes for peak in self.peaks)
-        return is_full or any(program.compilation.is_too_large for program in self.programs)
+        return is_full or any(program.result.is_too_large for program in self.programs)
 
-    def fits(self, target: Target) -> bool:
+    def fits(self, target: TargetTpu) -> bool:
         """Return whether the script runs on the TPU."""
-        return not self.is_too_large(target) and all(program.compilation.fits for program in self.programs)
+        return not self.is_too_large(target) and all(program.result.fits for program in self.programs)
 
 
-def as_json(target: Target, version: str, result: Result) -> dict[str, Any]:
-    """Return the result as JSON-compatible values; ``variants`` counts replicas' programs that are alike."""
+def as_json(target: TargetTpu, version: str, script: CheckedScript) -> dict[str, Any]:
+    """Return what was found as JSON; ``variants`` counts replicas' programs that are alike."""
     peaks = [
         {
             "device": peak.device,
@@ -98,26 +98,26 @@ def as_json(target: Target, version: str, result: Result) -> dict[str, Any]:
             "line": peak.program.line,
             "name": peak.program.name,
         }
-        for peak in result.peaks
+        for peak in script.peaks
     ]
     return {
         "accelerator": target.accelerator.name,
         "devices": target.accelerator.devices,
         "hbm_bytes": target.memory_bytes,
         "libtpu": version,
-        "fits": result.fits(target),
+        "fits": script.fits(target),
         "peaks": peaks,
-        "programs": [program.as_json(target) for program in result.programs],
+        "programs": [program.as_json(target) for program in script.programs],
     }
 
 
-def as_text(target: Target, version: str, result: Result) -> Iterator[str]:
-    """Yield the lines of the result."""
+def as_text(target: TargetTpu, version: str, script: CheckedScript) -> Iterator[str]:
+    """Yield what was found as lines."""
     kind = target.accelerator
     devices = f"{kind.devices} device{'s' if kind.devices > 1 else ''}"
     memory = binary(target.memory_bytes)
     yield f"{kind.name}: {devices} with {memory} of HBM each (compiled by libtpu {version})"
-    compiled = [checked for checked in result.programs if checked.compilation.cost is not None]
+    compiled = [checked for checked in script.programs if checked.result.cost is not None]
     listed = {
         id(checked) for checked in sorted(compiled, key=_needed)[-LISTED:] if _needed(checked) >= SMALL_BYTES
     }
@@ -129,29 +129,29 @@ def as_text(target: Target, version: str, result: Result) -> Iterator[str]:
             yield f"{checked.where}, executed {times}"
             yield _row(_cells(checked, target))
     if smaller := [checked for checked in compiled if id(checked) not in listed]:
-        seconds = sum(checked.compilation.seconds for checked in smaller)
+        seconds = sum(checked.result.seconds for checked in smaller)
         yield f"{len(smaller)} smaller programs, compiled in {seconds:.1f} s"
-    for checked in result.programs:
+    for checked in script.programs:
         if problem := checked.problem(target):
             yield problem
-    if result.peaks:
-        yield from _peak(target, result)
+    if script.peaks:
+        yield from _peak(target, script)
 
 
-def _needed(checked: Checked) -> int:
-    return checked.compilation.cost.total_bytes if checked.compilation.cost else 0
+def _needed(checked: CheckedProgram) -> int:
+    return checked.result.cost.total_bytes if checked.result.cost else 0
 
 
-def _peak(target: Target, result: Result) -> Iterator[str]:
-    most = max(result.peaks, key=lambda peak: peak.total_bytes)
+def _peak(target: TargetTpu, script: CheckedScript) -> Iterator[str]:
+    most = max(script.peaks, key=lambda peak: peak.total_bytes)
     # Replicas usually need the same: then the text does not single out a device.
-    is_equal = len({peak.total_bytes for peak in result.peaks}) == 1
-    on = "" if len(result.peaks) == 1 else " on each device" if is_equal else f" on device {most.device}"
+    is_equal = len({peak.total_bytes for peak in script.peaks}) == 1
+    on = "" if len(script.peaks) == 1 else " on each device" if is_equal else f" on device {most.device}"
     total, memory = binary(most.total_bytes), binary(target.memory_bytes)
     while_ = f"while {origin(most.program)} runs:"
     if most.total_bytes > target.memory_bytes:
         yield f"does not fit: {total} are needed{on}, and a device has {memory}, {while_}"
-    elif result.fits(target):
+    elif script.fits(target):
         yield f"fits: at most {total} of {memory} are needed{on}, {while_}"
     else:
         return
@@ -168,8 +168,8 @@ def origin(program: CollectedProgram) -> str:
     return f"{program.line} ({program.operation})" if program.operation else program.line
 
 
-def _cells(checked: Checked, target: Target) -> list[str]:
-    cost = checked.compilation.cost
+def _cells(checked: CheckedProgram, target: TargetTpu) -> list[str]:
+    cost = checked.result.cost
     assert cost is not None
     estimate = target.estimate_s(cost)
     return [
@@ -181,7 +181,7 @@ def _cells(checked: Checked, target: Target) -> list[str]:
         decimal(cost.flops),
         decimal(cost.accessed_bytes),
         "?" if estimate is None else _time(estimate),
-        f"{checked.compilation.seconds:.1f}s",
+        f"{checked.result.seconds:.1f}s",
     ]
 
 
@@ -214,7 +214,7 @@ def decimal(count: float | None) -> str:
     return f"{count:.3g}T" if count < 999.5 else f"{count:.0f}T"
 
 
-def exceeded(cost: Cost, target: Target) -> str:
+def exceeded(cost: Cost, target: TargetTpu) -> str:
     """Return what a program that compiles, but is too large, needs of the HBM, in a sentence."""
     return (
         f"the program needs {binary(cost.total_bytes)} of HBM, and a device has "
@@ -223,7 +223,7 @@ def exceeded(cost: Cost, target: Target) -> str:
     )
 
 
-def too_large(error: str, target: Target) -> str:
+def too_large(error: str, target: TargetTpu) -> str:
     """Return what needs too much HBM, in a sentence, from the error of the compilation.
 
     Source: libtpu 0.0.21 names the first array that is larger than the HBM, or lists the program's arrays;

@@ -98,7 +98,7 @@ def installed_framework() -> Framework:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetTpu:
     """The TPU to compile for.
 
     Attributes:
@@ -108,7 +108,7 @@ class Target:
     accelerator: AcceleratorType
 
     @classmethod
-    def parse(cls, text: str, framework: Framework) -> Target:
+    def parse(cls, text: str, framework: Framework) -> TargetTpu:
         """Read a type such as ``v5e-8``.
 
         Raises:

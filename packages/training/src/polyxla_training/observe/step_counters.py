@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla.plugin import say
 from polyxla_training.observe.compilations import StepFacts, is_torch_compiled
-from polyxla_training.observe.findings import Finding, Findings
+from polyxla_training.observe.slow_lines import SlowLine, SlowLines
 
 if TYPE_CHECKING:
     from polyxla.plugin import Counters, Counts, Loader, Memory
@@ -82,7 +82,7 @@ class TraceSchedule:
         on_tpu: whether the device is a TPU, also an emulated one.
 
     Attributes:
-        findings: the findings so far.
+        slow_lines: those found so far.
         flops_per_step: floating-point operations in the last step that was traced as a whole.
         cut_at: the line that cut the last step, so that a program was compiled inside it; None if none did.
     """
@@ -98,7 +98,7 @@ class TraceSchedule:
         # Numbers of steps: the latest suspect one, and the next to trace; 0 for none.
         self._suspect = 0
         self._next_traced = 0
-        self.findings = Findings()
+        self.slow_lines = SlowLines()
         self.flops_per_step: int | None = None
         self.cut_at: str | None = None
         self._start_tracer()
@@ -109,8 +109,8 @@ class TraceSchedule:
             self._traced_steps += 1
             self._tracer.start()
 
-    def finish_step(self) -> list[tuple[Finding, int]]:
-        """Stop tracing the step that has ended; return its new findings. Called every step."""
+    def finish_step(self) -> list[tuple[SlowLine, int]]:
+        """Stop tracing the step that has ended; return its new slow lines. Called every step."""
         self._steps += 1
         self.cut_at = None
         if not self._tracer.is_on or not self._tracer.stop():
@@ -119,9 +119,9 @@ class TraceSchedule:
         self.flops_per_step = self._tracer.flops
         found = self._tracer.found
         # Reads and fallbacks increase the counter of reads; the other kinds are in no counter.
-        explained = (count for finding, count in found.items() if finding.kind in ("read", "fallback"))
+        explained = (count for line, count in found.items() if line.kind in ("read", "fallback"))
         self._explained_reads = sum(explained)
-        return self.findings.add(found)
+        return self.slow_lines.add(found)
 
     def begin_step(self, reads: int, *, is_cut: bool) -> None:
         """Trace the coming step if it is due. Called every step, after `finish_step`.
@@ -193,14 +193,14 @@ class StepCounters:
         write: Callable[..., None],
         facts: StepFacts = StepFacts(),  # noqa: B008
     ) -> Compilation | None:
-        """Record a finished step: print and `write` findings, return what it compiled. Called every step."""
+        """Record a step, print and `write` its slow lines; return what it compiled. Called every step."""
         # Tracing ends first and begins again last, so it never sees the work of this method.
         new = self._tracing.finish_step()
         is_eager = self._counters.is_eager
         delta = self._delta(may_compile=is_eager and self.compilations.may_compile(loader))
-        for finding, count in new:
-            say(finding.describe(count))
-            write("finding", step=step, count=count, **finding._asdict())
+        for line, count in new:
+            say(line.describe(count))
+            write("finding", step=step, count=count, **line._asdict())
         reads = self._reads_of_user(delta)
         self._user_reads += reads
         is_cut = self._is_cut(delta.executions - reads)
@@ -250,9 +250,9 @@ class StepCounters:
         return self._counters.memory()
 
     def close(self) -> list[dict[str, Any]]:
-        """Stop tracing; return all findings."""
+        """Stop tracing; return all slow lines."""
         self._tracing.close()
-        return self._tracing.findings.as_json()
+        return self._tracing.slow_lines.as_json()
 
     def add_to(self, summary: Summary) -> None:
         """Fill in the counts."""
@@ -263,6 +263,6 @@ class StepCounters:
         summary.cache_hits, summary.cache_misses = delta.cache_hits, delta.cache_misses
         summary.fallbacks = {name: count for name, count in fallbacks.items() if count}
         if summary.steps:
-            copies = self._tracing.findings.copies_per_step
+            copies = self._tracing.slow_lines.copies_per_step
             summary.reads_per_step = self._user_reads / summary.steps + copies
         summary.flops_per_step, summary.chip = self.flops_per_step, self.chip

@@ -31,7 +31,7 @@ from torch.overrides import (
 )
 
 from polyxla.plugin import BACKWARD, caller
-from polyxla_training.observe.findings import TILE_ROWS, Finding, Kind
+from polyxla_training.observe.slow_lines import TILE_ROWS, Kind, SlowLine
 
 if TYPE_CHECKING:
     from polyxla.plugin import Counters, Counts
@@ -171,7 +171,7 @@ class Tracer(TorchFunctionMode):
 
     Attributes:
         is_on: whether it is watching.
-        found: number of occurrences of each finding.
+        found: number of occurrences of each slow line.
         flops: floating-point operations since `start`, as `flops` counts
             them, without those that the backward pass recomputes (checkpointed activations).
         compiled_at: the last line that cut the step and had a program compiled; None if none did.
@@ -186,7 +186,7 @@ class Tracer(TorchFunctionMode):
         self._padded: Counter[tuple[int, str]] = Counter()
         self._is_backward = False
         self.is_on = False
-        self.found: Counter[Finding] = Counter()
+        self.found: Counter[SlowLine] = Counter()
         self.flops = 0
         self.compiled_at: str | None = None
 
@@ -213,7 +213,7 @@ class Tracer(TorchFunctionMode):
         percentage = round(100 * wasted / (self.flops + wasted)) if wasted else 0
         if percentage >= LEAST_PADDING:
             [((number, line), _)] = self._padded.most_common(1)
-            self.found[Finding("padding", f"{number} row{'s' * (number > 1)}", line)] = percentage
+            self.found[SlowLine("padding", f"{number} row{'s' * (number > 1)}", line)] = percentage
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -251,7 +251,7 @@ class Tracer(TorchFunctionMode):
             _remove(self)
             self._is_backward = False
         for op in self._fallen_back():
-            self.found[Finding("fallback", op, BACKWARD)] += 1
+            self.found[SlowLine("fallback", op, BACKWARD)] += 1
 
     def _compare(self, func: Any, args: tuple[Any, ...], result: Any, delta: Counts) -> None:
         has_compiled = delta.compiles > 0
@@ -276,7 +276,7 @@ class Tracer(TorchFunctionMode):
         if line is None:
             return
         for op in ops:
-            self.found[Finding(kind, op, line)] += count
+            self.found[SlowLine(kind, op, line)] += count
         if has_compiled:
             self.compiled_at = line
 

@@ -10,7 +10,7 @@ from typing import Any
 from polyxla import UsageError
 from polyxla.plugin import pip_install
 from polyxla_training.observe.report import text
-from polyxla_training.observe.report.run import Curve, Run, position_at
+from polyxla_training.observe.report.run import Curve, LoggedRun, progress_at
 from polyxla_training.observe.report.text import Comparison, origin
 
 COLOURS = ("#2f7ed8", "#e07b39", "#2a9d6f", "#b5499b", "#8a8a2a", "#6a6ad8")
@@ -52,12 +52,12 @@ class Plot:
     marks: list[int] = field(default_factory=list)
 
 
-def plots(run: Run) -> list[Plot]:
+def plots(run: LoggedRun) -> list[Plot]:
     """Return the plots that the run has data for."""
     return [plot for plot in _candidates(run) if any(plot.curves.values())]
 
 
-def _candidates(run: Run) -> Iterator[Plot]:
+def _candidates(run: LoggedRun) -> Iterator[Plot]:
     marks = [compilation["step"] for compilation in run.compiles if not compilation["expected"]]
     for name, curves in _by_topic(run.all_values()).items():
         yield Plot(name, "value", curves)
@@ -85,7 +85,7 @@ def _by_topic(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     return dict(sorted(topics.items(), key=lambda topic: "loss" not in topic[0].lower()))
 
 
-def _compilations(run: Run) -> dict[str, Curve]:
+def _compilations(run: LoggedRun) -> dict[str, Curve]:
     names = {True: "expected", False: "unexpected"}
     curves: dict[str, Curve] = {}
     for compilation in run.compiles:
@@ -102,7 +102,7 @@ def _memory(curve: Curve) -> Plot:
     return Plot("Device memory", name, {"in use": [(step, value / unit) for step, value in curve]})
 
 
-def figures(run: Run) -> list[dict[str, Any]]:
+def figures(run: LoggedRun) -> list[dict[str, Any]]:
     """Return a figure of Plotly for each plot of a run: its ``name``, ``data`` and ``layout``."""
     return [
         _figure(
@@ -117,20 +117,20 @@ def figures(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def compared_figures(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
+def compared_figures(runs: Mapping[str, LoggedRun]) -> list[dict[str, Any]]:
     """Return a figure for each plot of several runs: one colour a run, one dash a curve.
 
     Args:
         runs: at most as many as there are `COLOURS`, by the name that the legend shows.
     """
-    by_plot: dict[str, list[tuple[str, str, Run, Plot]]] = {}
+    by_plot: dict[str, list[tuple[str, str, LoggedRun, Plot]]] = {}
     for colour, (run_name, run) in zip(COLOURS, runs.items(), strict=False):
         for plot in plots(run):
             by_plot.setdefault(plot.name, []).append((run_name, colour, run, plot))
     return [_compared_figure(parts) for parts in by_plot.values()]
 
 
-def _compared_figure(parts: list[tuple[str, str, Run, Plot]]) -> dict[str, Any]:
+def _compared_figure(parts: list[tuple[str, str, LoggedRun, Plot]]) -> dict[str, Any]:
     # All runs' names first, so that a curve has the same dash in each run.
     names = list(dict.fromkeys(name for *_, plot in parts for name in plot.curves))
     traces = []
@@ -148,15 +148,15 @@ def _dash(number: int) -> str:
     return DASHES[number // len(COLOURS) % len(DASHES)]
 
 
-def _along(run: Run, axis: str, steps: Iterable[float]) -> list[float]:
+def _along(run: LoggedRun, axis: str, steps: Iterable[float]) -> list[float]:
     """Return where steps are on an axis."""
     if axis == "step":
         return list(steps)
-    seconds_and_records = (position_at(run.positions, step) for step in steps)
+    seconds_and_records = (progress_at(run.milestones, step) for step in steps)
     return [records if axis == "records" else seconds / 60 for seconds, records in seconds_and_records]
 
 
-def _trace(run: Run, plot: Plot, curve: Curve, name: str, *, colour: str, dash: str) -> dict[str, Any]:
+def _trace(run: LoggedRun, plot: Plot, curve: Curve, name: str, *, colour: str, dash: str) -> dict[str, Any]:
     steps = [step for step, _ in curve]
     trace = {
         "type": "scatter",
@@ -206,7 +206,7 @@ def _mark(step: float) -> dict[str, Any]:
     return {"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": line}
 
 
-def render(run: Run) -> str:
+def render(run: LoggedRun) -> str:
     """Return the page of one run; its texts are escaped, and the page loads nothing."""
     return _page(
         "run.html",

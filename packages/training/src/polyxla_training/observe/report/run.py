@@ -14,8 +14,8 @@ Curve = list[tuple[float, float]]
 """Points ``(step, value)``, in the order of the steps."""
 
 
-class Position(NamedTuple):
-    """The progress of a run at a step: seconds of training without pauses, and records of all replicas.
+class Milestone(NamedTuple):
+    """How far a run was at a step: seconds of training without pauses, and records of all replicas.
 
     Both are 0 if the log, that of an older release, has none.
     """
@@ -26,7 +26,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """The events of one run, by kind. A run that was resumed has several parts.
 
     Attributes:
@@ -39,7 +39,7 @@ class Run:
         not_finite: names of values that became NaN or infinite, with the step.
         end: the end event of the last part; None if it was killed, or is still running.
         summary: the run's totals; rates are those of the last part.
-        positions: the time and the records at some steps.
+        milestones: the time and the records at some steps.
     """
 
     folder: str
@@ -51,10 +51,10 @@ class Run:
     not_finite: list[dict[str, Any]]
     end: Mapping[str, Any] | None
     summary: Mapping[str, Any]
-    positions: list[Position]
+    milestones: list[Milestone]
 
     @classmethod
-    def of(cls, folder: str, events: Iterable[dict[str, Any]]) -> Run:
+    def of(cls, folder: str, events: Iterable[dict[str, Any]]) -> LoggedRun:
         """Sort the events that `polyxla_training.observe.read_run` returned.
 
         Raises:
@@ -74,7 +74,7 @@ class Run:
             not_finite=_kept(parts, "not_finite"),
             end=ends[-1],
             summary=_total(parts, [_summary(part, end) for part, end in zip(parts, ends, strict=True)]),
-            positions=_positions(parts),
+            milestones=_milestones(parts),
         )
 
     @property
@@ -214,29 +214,29 @@ def _begin(part: _Part) -> int:
     return part["start"][0].get("step") or 0
 
 
-def _positions(parts: list[_Part]) -> list[Position]:
+def _milestones(parts: list[_Part]) -> list[Milestone]:
     """Return how far the run was at the steps that were logged, and at the start of each part."""
-    found: list[Position] = []
+    found: list[Milestone] = []
     for part in parts:
         begin = _begin(part)
         # A resumed part continues from where the run was at its checkpoint, not where it crashed.
-        seconds, records = position_at(found, begin)
-        found = [position for position in found if position.step < begin]
-        found.append(Position(begin, seconds, records))
+        seconds, records = progress_at(found, begin)
+        found = [milestone for milestone in found if milestone.step < begin]
+        found.append(Milestone(begin, seconds, records))
         started = part["start"][0].get("time", 0.0)
         for event in part.get("step", []):
             elapsed = event["time"] - started if "time" in event else 0.0
-            found.append(Position(event["step"], seconds + elapsed, records + (event.get("records") or 0.0)))
+            found.append(Milestone(event["step"], seconds + elapsed, records + (event.get("records") or 0.0)))
     return found
 
 
-def position_at(positions: list[Position], step: float) -> tuple[float, float]:
-    """Return the seconds and the records at a step, on the line between the two positions around it."""
-    if len(positions) < 2:
-        return (positions[0].seconds, positions[0].records) if positions else (0.0, 0.0)
-    # Beyond the last position, the run is taken to be as fast as just before it.
-    index = min(max(bisect_right(positions, step, key=attrgetter("step")), 1), len(positions) - 1)
-    first, last = positions[index - 1], positions[index]
+def progress_at(milestones: list[Milestone], step: float) -> tuple[float, float]:
+    """Return the seconds and the records at a step, on the line between the two milestones around it."""
+    if len(milestones) < 2:
+        return (milestones[0].seconds, milestones[0].records) if milestones else (0.0, 0.0)
+    # Beyond the last milestone, the run is taken to be as fast as just before it.
+    index = min(max(bisect_right(milestones, step, key=attrgetter("step")), 1), len(milestones) - 1)
+    first, last = milestones[index - 1], milestones[index]
     share = (step - first.step) / (last.step - first.step)
     return (
         first.seconds + share * (last.seconds - first.seconds),

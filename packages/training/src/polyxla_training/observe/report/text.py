@@ -9,15 +9,15 @@ from typing import Any
 
 from polyxla import UsageError
 from polyxla_training.checkpoint.errors import size_text
-from polyxla_training.observe.findings import Finding
 from polyxla_training.observe.performance import in_seconds
-from polyxla_training.observe.report.run import Run
+from polyxla_training.observe.report.run import LoggedRun
+from polyxla_training.observe.slow_lines import SlowLine
 
 MAX_COMPILES = 20
 """Number of compilations that the terminal shows; the page shows them all."""
 
 
-def facts(run: Run) -> dict[str, str]:
+def facts(run: LoggedRun) -> dict[str, str]:
     """Return the run's figures by name; unknown ones are left out."""
     summary = run.summary
     shown = {
@@ -57,17 +57,17 @@ def _cache(summary: Mapping[str, Any]) -> str:
     return f"{hits} hits, {misses} misses" if hits or misses else ""
 
 
-def title(run: Run) -> str:
+def title(run: LoggedRun) -> str:
     """Return the module, the replicas, the device and the runtime."""
     start = run.start
     replicas = f"{start['world_size']} replica{'s' * (start['world_size'] > 1)}"
     return f"{start.get('module', 'a loop')} on {replicas} of {start['device']} ({start['runtime']})"
 
 
-def findings(run: Run) -> list[str]:
+def findings(run: LoggedRun) -> list[str]:
     """Return a sentence for each line that makes the host wait, and for each value that is not finite."""
     sentences = [
-        Finding(finding["kind"], finding["op"], finding["line"]).describe(finding["count"])
+        SlowLine(finding["kind"], finding["op"], finding["line"]).describe(finding["count"])
         for finding in run.findings
     ]
     return sentences + [
@@ -75,7 +75,7 @@ def findings(run: Run) -> list[str]:
     ]
 
 
-def as_lines(run: Run) -> Iterator[str]:
+def as_lines(run: LoggedRun) -> Iterator[str]:
     """Return the run as lines for a terminal."""
     yield f"{title(run)}, {run.started}: {run.outcome}"
     shown = facts(run)
@@ -132,10 +132,10 @@ class Comparison:
         UsageError: fewer than two runs, or more than `MAX_RUNS`.
     """
 
-    runs: Mapping[str, Run]
+    runs: Mapping[str, LoggedRun]
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Comparison:
+    def of(cls, runs: Sequence[LoggedRun]) -> Comparison:
         """Name the runs by the parts of their paths that differ."""
         if not 2 <= len(runs) <= MAX_RUNS:
             raise UsageError(
@@ -174,19 +174,19 @@ class Comparison:
             cells = zip((row.name, *row.values), widths, strict=True)
             yield "  ".join(f"{cell:<{width}}" for cell, width in cells).rstrip()
 
-    def _rows(self, of: Callable[[Run], dict[str, str]]) -> list[Row]:
+    def _rows(self, of: Callable[[LoggedRun], dict[str, str]]) -> list[Row]:
         columns = [of(run) for run in self.runs.values()]
         # Rows keep the order in which the first run has them; names of later runs follow.
         names = dict.fromkeys(name for column in columns for name in column)
         return [Row(name, tuple(column.get(name, "") for column in columns)) for name in names]
 
 
-def _results(run: Run) -> dict[str, str]:
+def _results(run: LoggedRun) -> dict[str, str]:
     last = {name: f"{curve[-1][1]:.4g}" for name, curve in run.all_values().items()}
     return {"outcome": run.outcome, **facts(run), **last}
 
 
-def origin(run: Run) -> dict[str, str]:
+def origin(run: LoggedRun) -> dict[str, str]:
     """Return a run's settings, hyper-parameters, releases and source, by name."""
     start = run.start
     found = {

@@ -1,4 +1,4 @@
-"""The lines of a program that make it wait for its device, or leave it idle."""
+"""The lines of a program that make it wait for its device, or leave it idle: a run's findings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Source: "Cloud TPU performance guide", sections "Consequences of tiling" and "Pa
 """
 
 
-class Finding(NamedTuple):
-    """One line of the user's program, and how it waits.
+class SlowLine(NamedTuple):
+    """A line of the user's program, and how it waits.
 
     Attributes:
         kind: ``read`` if the host reads a scalar of the device, ``copy`` if it copies a whole tensor, which
@@ -46,8 +46,8 @@ class Finding(NamedTuple):
         return f"{self.line}: the host {what} ({self.op}) {times}, and waits for it"
 
 
-class Findings:
-    """The findings of all traced steps.
+class SlowLines:
+    """The slow lines of all traced steps.
 
     Attributes:
         steps: number of traced steps.
@@ -55,26 +55,26 @@ class Findings:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._total: Counter[Finding] = Counter()
+        self._total: Counter[SlowLine] = Counter()
 
-    def add(self, step: Mapping[Finding, int]) -> list[tuple[Finding, int]]:
-        """Add one traced step; return its new findings with their counts."""
+    def add(self, step: Mapping[SlowLine, int]) -> list[tuple[SlowLine, int]]:
+        """Add one traced step; return its new lines with their counts."""
         self.steps += 1
         # Each line is reported once; its later occurrences only add to the counts of the report.
-        new = [(finding, count) for finding, count in step.items() if finding not in self._total]
+        new = [(line, count) for line, count in step.items() if line not in self._total]
         self._total.update(step)
         return new
 
     @property
     def copies_per_step(self) -> float:
         """Copies of whole tensors to the host per traced step; no counter counts them."""
-        copies = sum(count for finding, count in self._total.items() if finding.kind == "copy")
+        copies = sum(count for line, count in self._total.items() if line.kind == "copy")
         return copies / self.steps if self.steps else 0.0
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Return every finding with its mean count per traced step, the most frequent first."""
+        """Return every line with its mean count per traced step, the most frequent first."""
         return [
             # Per traced step, because only a few steps of a run are traced.
-            {**finding._asdict(), "per_traced_step": round(count / self.steps, 3)}
-            for finding, count in self._total.most_common()
+            {**line._asdict(), "per_traced_step": round(count / self.steps, 3)}
+            for line, count in self._total.most_common()
         ]
