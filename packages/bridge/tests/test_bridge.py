@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from polyxla_testing.processes import printed_by
 
 
 def test_importing_the_bridge_imports_no_other_package_and_nothing_heavy() -> None:
@@ -11,7 +10,4 @@ def test_importing_the_bridge_imports_no_other_package_and_nothing_heavy() -> No
         "import sys; import polyxla_bridge; print(*{name.partition('.')[0] for name in sys.modules} "
         "& {'jax', 'numpy', 'polyxla', 'polyxla_pjrt', 'polyxla_xrt', 'torch'})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == []
+    assert printed_by(code).split() == []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from polyxla_testing.processes import printed_by
 
 CODE = """
 import importlib, pkgutil, sys
@@ -24,14 +23,8 @@ print({"typer", "rich", "asyncio"} & set(sys.modules))
 
 
 def test_no_module_imports_torch() -> None:
-    assert printed(CODE) == "set()\n"
+    assert printed_by(CODE) == "set()\n"
 
 
 def test_the_plugin_imports_nothing_heavy() -> None:
-    assert printed(PLUGIN) == "set()\n"
-
-
-def printed(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
+    assert printed_by(PLUGIN) == "set()\n"

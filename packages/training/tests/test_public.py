@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import polyxla_training
+from polyxla_testing.processes import printed_by
 
-TIMEOUT_S = 60.0
 HEAVY = {"torch", "torch_xla", "numpy", "rich", "tensorboard", "plotly", "jinja2", "lightning"}
 
 
@@ -23,7 +20,4 @@ def test_every_public_name_is_there() -> None:
 )
 def test_importing_it_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({HEAVY} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
-    )
-    assert done.stdout == "\n"
+    assert printed_by(code) == "\n"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from polyxla_testing.processes import printed_by
 
 CODE = """
 import importlib, pkgutil, sys
@@ -18,7 +17,4 @@ print({name.partition(".")[0] for name in sys.modules} & {"torch", "torch_xla", 
 
 
 def test_no_module_of_all_runtimes_imports_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "set()\n"
+    assert printed_by(CODE) == "set()\n"

@@ -1,8 +1,10 @@
-"""Waiting for processes and files in tests; replicas that a test starts may import it too."""
+"""Processes in tests: a fresh Python, and waits for processes and files. Replicas may import it too."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +13,14 @@ WAIT_S = 60.0
 """Longest wait for a condition, in seconds."""
 POLL_S = 0.01
 """How often a condition is checked, in seconds."""
+
+
+def printed_by(code: str) -> str:
+    """Return what Python code prints in a fresh process, which has imported nothing of this one's."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    return done.stdout
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
