@@ -718,7 +718,7 @@ def engine_step() -> None:
             times,
             losses,
             compile_s=rounded(compile_s),
-            donated=len(executable.native["program"].donated),
+            donated=len(executable.native["donated"]),
             memory=dict(stats),
         )
         found = dict(map(json.loads, Path(SCRATCH, "steps.jsonl").read_text().splitlines()))

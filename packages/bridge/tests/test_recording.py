@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jaxlib import xla_client
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.recording_engine import LARGE_BYTES, RecordingEngine
 from polyxla_bridge.env import POLYXLA_LIBTPU_PROGRAMS, BridgeSettings, from_environ
@@ -168,6 +169,14 @@ def test_a_program_that_the_framework_has_kept_is_not_loaded(engine: RecordingEn
     executable = engine.compile(program(lambda x: x + x, of_size(4)), OPTIONS)
     with pytest.raises(PjrtError, match="no compiled program is loaded while programs are recorded"):
         engine.deserialize(engine.serialize(executable))
+
+
+def test_a_program_that_is_not_compiled_cannot_be_serialised(engine: RecordingEngine) -> None:
+    executable = engine.compile(program(lambda x: x + x, of_size(LARGE)), OPTIONS)
+    with pytest.raises(PjrtError, match="is recorded, but not compiled: it cannot be serialised") as refused:
+        engine.serialize(executable)
+    assert refused.value.code == Code.UNIMPLEMENTED
+    assert engine.temporary_bytes(executable) == 0
 
 
 def test_the_variable_names_the_directory() -> None:

@@ -16,9 +16,9 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.compiler import COMPILER
-from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
+from polyxla_bridge.engine.local_engine import DeviceThread
 from polyxla_bridge.engine.stall_watchdog import STALLED
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError

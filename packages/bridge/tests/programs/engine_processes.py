@@ -72,8 +72,9 @@ def stopped_compiler() -> None:
     engine = JaxEngine(SETTINGS)
     if SETTINGS.process == 0:
         # Claims the program, and does not compile it.
-        assert engine._coordinator is not None
-        engine._coordinator.claim(hashlib.sha256(PROGRAMS["of_0"] + OPTIONS).hexdigest())
+        coordinator = engine._compiler._coordinator
+        assert coordinator is not None
+        coordinator.claim(hashlib.sha256(PROGRAMS["of_0"] + OPTIONS).hexdigest())
         set_flag("claimed")
     else:
         wait_for("claimed")
@@ -101,8 +102,7 @@ def strangers_values() -> None:
     own = engine.compiles
     executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
     total = value(run(engine, executable, SETTINGS.process, 1))
-    assert engine._coordinator is not None
-    news = sorted(engine._coordinator.retired()), "7" in engine._coordinator.heartbeats()
+    news = sorted(engine._progress.retired()), "7" in engine._progress.heartbeats()
     say(engine.compiles - own, total, *news)
     # The other process must not read that this one has retired.
     set_flag(f"read-{SETTINGS.process}")
@@ -172,8 +172,7 @@ def a_failed_one_is_waited_for() -> None:
     executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
     if SETTINGS.process == 0:
         wait_for("failed")
-        assert engine._coordinator is not None
-        say(sorted(engine._coordinator.retired()))
+        say(sorted(engine._progress.retired()))
         os._exit(0)
     run(engine, executable, 1, 1)
     started = time.monotonic()

@@ -182,7 +182,7 @@ class Clients:
             self._service = None
 
 
-class LoadedProgram:
+class JaxProgram:
     """A compiled program, loaded on each replica at its first execution.
 
     Args:

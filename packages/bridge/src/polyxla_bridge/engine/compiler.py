@@ -11,7 +11,7 @@ from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import numbering
-from polyxla_bridge.engine.clients import Clients, LoadedProgram
+from polyxla_bridge.engine.clients import Clients, JaxProgram
 from polyxla_bridge.engine.expansions import cpu
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
@@ -84,27 +84,23 @@ class Compiler(CompileOnce):
 
     def _loaded(
         self, executable: Executable, hlo_module: bytes, module: Any, options: Any, native: Any
-    ) -> LoadedProgram:
+    ) -> JaxProgram:
         """Return the program that `native` is on the first replica."""
         first = self._first(executable.devices)
         loaded = {first: native}
         if options.num_partitions == 1 or _has_equal_parts(hlo_module, native):
             # Serialise the program now: its first execution resolves the comparator of a sort, which jaxlib
             # cannot serialise.
-            return LoadedProgram(self._clients, executable, loaded, self._clients.serialize(first, native))
+            return JaxProgram(self._clients, executable, loaded, self._clients.serialize(first, native))
 
         def compile_on(index: int) -> Any:
             return self._clients.compile(index, module, options, executable.devices)
 
-        return LoadedProgram(self._clients, executable, loaded, compile_on=compile_on)
+        return JaxProgram(self._clients, executable, loaded, compile_on=compile_on)
 
-    def _attach(self, executable: Executable, program: LoadedProgram) -> Executable:
-        executable.native["program"] = program
-        executable.native["donated"] = hlo.donated(executable.optimized_hlo)
-        executable.native["collectives"] = hlo.collectives(executable.optimized_hlo)
-        executable.native["groups"] = executable.groups()
+    def _attach(self, executable: Executable, program: JaxProgram) -> Executable:
         found = program.on(self._first(executable.devices)).get_compiled_memory_stats()
-        executable.native["memory"] = MemoryNeeds.from_xla(found, len(executable.outputs))
+        executable.attach(program, MemoryNeeds.from_xla(found, len(executable.outputs)))
         return executable
 
     def _devices(self, options: Any) -> tuple[int, ...]:
@@ -141,7 +137,7 @@ class Compiler(CompileOnce):
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process of a job with as many devices."""
         unpacked = unpack(data, self._settings.replicas, COMPILER)
-        program = LoadedProgram(self._clients, unpacked.executable, {}, unpacked.native)
+        program = JaxProgram(self._clients, unpacked.executable, {}, unpacked.native)
         try:
             program.on(self._first(unpacked.executable.devices))
         except Exception as error:

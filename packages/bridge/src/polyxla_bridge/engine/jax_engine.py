@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -18,37 +17,33 @@ import ml_dtypes
 import numpy as np
 from jaxlib import _jax
 
-from polyxla_bridge.engine import memory_accounting, stall_watchdog
+from polyxla_bridge.engine import stall_watchdog
 from polyxla_bridge.engine.clients import Clients
 from polyxla_bridge.engine.compiler import Compiler
-from polyxla_bridge.engine.device_thread import DeviceThread
-from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, Engine, EngineDevice
+from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, EngineDevice
 from polyxla_bridge.engine.futures import (
     CompletedFuture,
     FutureLike,
-    GroupedFuture,
     complete,
     completion_of,
     set_values,
     then,
 )
+from polyxla_bridge.engine.local_engine import Execution, LocalEngine, Submit
 from polyxla_bridge.engine.profile import Profile
-from polyxla_bridge.engine.stall_watchdog import StallWatchdog
+from polyxla_bridge.engine.stall_watchdog import OwnProgress
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError, keep_first
-from polyxla_bridge.programs import cache
 from polyxla_bridge.programs.agreement import Agreement
 from polyxla_bridge.programs.compile_once import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.transfers import Transfers
 
-_log = logging.getLogger("polyxla.bridge")
-
 _STAY_POLL_S = 0.1
 """Interval between two checks of which replicas have returned, in seconds."""
 
 
-class JaxEngine(Engine):
+class JaxEngine(LocalEngine):
     """Replicas on jaxlib's CPU clients.
 
     Args:
@@ -62,140 +57,43 @@ class JaxEngine(Engine):
     def __init__(self, settings: BridgeSettings, on_lookup: Callable[[bool], None] | None = None) -> None:
         # Without it, jax would make 32-bit arrays of int64 and float64.
         jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
-        self.platform = settings.platform
-        self.process_index = settings.process
-        self._settings = settings
-        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
         self._clients = Clients(settings)
-        self.devices = self._devices()
-        local = self._clients.local
-        self._threads = {index: DeviceThread(index) for index in local}
-        # The replicas share the memory of their machine equally.
-        each = settings.memory_bytes or memory_accounting.machine_bytes() // settings.replicas
-        self._accounts = {
-            index: memory_accounting.MemoryAccount(each, settings.is_memory_limited) for index in local
-        }
+        super().__init__(settings, _devices(settings, self._clients))
         self._profile: Profile | None = None
-        # `execute_partitioned` holds the lock while it queues one execution on several devices.
-        self._order = threading.Lock()
-        self._is_closed = False
         self._transfers = Transfers(
             settings.secret, settings.host, settings.process, settings.stall_timeout_s
         )
         self._moving: dict[Future[Any], tuple[int, str, str, float]] = {}
-        self._coordinator: CompileCoordinator | None = None
-        self._watchdog: StallWatchdog | None = None
         self._agreement: Agreement | None = None
+        coordinator: CompileCoordinator | None = None
         if settings.replicas > 1:
             self._agreement = Agreement(self._clients.link, settings)
-            self._coordinator = CompileCoordinator(self._clients.link, settings.process, settings.secret)
-        self._compiler = Compiler(settings, self._clients, self._coordinator, on_lookup)
-        # The watchdog comes last, because its thread calls the engine as soon as it starts.
-        if self._coordinator is not None:
-            self._watchdog = StallWatchdog(
-                self, self._coordinator, lambda: self._compiler.is_compiling, settings.stall_timeout_s
-            )
+            coordinator = CompileCoordinator(self._clients.link, settings.process, settings.secret)
+        self._progress = coordinator or OwnProgress()
+        self._compiler = Compiler(settings, self._clients, coordinator, on_lookup)
+        if coordinator is not None:
+            self._start_watchdog()
 
-    @property
-    def compiles(self) -> int:
-        """Number of programs that this process compiled."""
-        return self._compiler.compiles
-
-    @property
-    def cache(self) -> cache.ProgramCache:
-        """The compilation cache, and its hits and misses."""
-        return self._compiler.cache
-
-    def _devices(self) -> tuple[EngineDevice, ...]:
-        settings = self._settings
-        devices = [
-            EngineDevice(index, process, process == settings.process, settings.kind, place, settings.cores)
-            for process, share in self._clients.shares.items()
-            for index, place in itertools.zip_longest(*share)
-        ]
-        return tuple(sorted(devices, key=lambda device: device.index))
-
-    def compile(self, hlo_module: bytes, options: bytes) -> Executable:
-        """Compile a program once for all replicas; different programs compile at the same time.
-
-        Raises:
-            PjrtError: it cannot be compiled, or the limit of a device's memory is enforced and it needs more.
-        """
-        try:
-            executable = self._compiler.compile(hlo_module, options)
-            # All replicas have the same limit, so one account stands for all.
-            self._accounts[self._clients.local[0]].check(executable.native["memory"], executable.name)
-        except Exception as error:
-            keep_first(error)
-            raise
-        return executable
-
-    def execute(
-        self,
-        executable: Executable,
-        device: EngineDevice,
-        arguments: Sequence[Buffer],
-        keep: frozenset[int] = frozenset(),
-    ) -> list[Buffer]:
-        """Queue one execution on the device's thread."""
-        executable.check_whole()
-        return self._queue(executable, device, arguments, keep)
-
-    def execute_partitioned(
-        self,
-        executable: Executable,
-        arguments: Sequence[Sequence[Buffer]],
-        keep: frozenset[int] = frozenset(),
-    ) -> list[list[Buffer]]:
-        """Queue one execution on the thread of each local device.
-
-        Raises:
-            PjrtError: an argument is not the part of an array that the program was compiled for. jaxlib only
-                compares sizes, and would take another part of the same size.
-        """
-        for row in arguments:
-            executable.check([argument.type for argument in row])
-        inputs = {completion_of(argument.value) for row in arguments for argument in row}
-        local = [device for device in self.devices if device.is_local and executable.runs_on(device.index)]
-        # The lock keeps one order on all devices: two programs that meet in different orders would deadlock.
-        with self._order:
-            return [
-                self._queue(executable, device, row, keep, inputs)
-                for device, row in zip(local, arguments, strict=True)
-            ]
-
-    def _queue(
-        self,
-        executable: Executable,
-        device: EngineDevice,
-        arguments: Sequence[Buffer],
-        keep: frozenset[int],
-        inputs: AbstractSet[FutureLike] = frozenset(),
-    ) -> list[Buffer]:
-        """Queue one execution on one device, which also waits for the inputs of the other devices."""
-        done: Future[None] = Future()
-        results = [GroupedFuture(done) for _ in executable.outputs]
-        outputs = [
-            Buffer(type_, device, result) for type_, result in zip(executable.outputs, results, strict=True)
-        ]
-        # Read the values now, because `give_up` below replaces those of donated arguments.
-        values = [argument.value for argument in arguments]
-        # The program would donate these; `_run` makes jaxlib copy them.
-        protected = executable.native["donated"] & keep
+    def _submit(self, execution: Execution, inputs: AbstractSet[FutureLike] = frozenset()) -> None:
+        """Queue an execution, which also waits for the inputs of the other devices."""
 
         def run() -> None:
             # If an argument of another device failed, that device never joins the collectives of this one.
             for argument in inputs:
                 argument.result()
-            set_values(results, self._run(executable, device.index, values, protected))
+            executable, index = execution.executable, execution.device
+            # The program would donate these; `_run` makes jaxlib copy them.
+            protected = executable.native["donated"] & execution.keep
+            set_values(execution.results, self._run(executable, index, execution.values, protected))
 
-        self._threads[device.index].put(done, run)
-        for number in executable.native["donated"] - keep:
-            arguments[number].give_up("was donated to a program")
-        return outputs
+        self._threads[execution.device].put(execution.done, run)
+
+    def _submit_together(self, devices: Sequence[int], arguments: Sequence[Sequence[Buffer]]) -> Submit:
+        inputs = {completion_of(argument.value) for row in arguments for argument in row}
+        return functools.partial(self._submit, inputs=inputs)
 
     def _run(
-        self, executable: Executable, index: int, values: list[FutureLike], protected: frozenset[int]
+        self, executable: Executable, index: int, values: Sequence[FutureLike], protected: frozenset[int]
     ) -> list[Any]:
         _free_host_memory()
         arguments = [value.result() for value in values]
@@ -207,12 +105,6 @@ class JaxEngine(Engine):
             keep_first(error)
             raise
         del views
-        account = self._accounts[index]
-        # Only jaxlib knows whether it took an argument's memory or copied it.
-        for number in executable.native["donated"]:
-            if arguments[number].is_deleted():
-                account.take(arguments[number])
-        account.add(arrays)
         return arrays
 
     def _compute(self, executable: Executable, index: int, arguments: list[Any]) -> list[Any]:
@@ -228,10 +120,15 @@ class JaxEngine(Engine):
             arrays = [parts[0] for parts in results.disassemble_into_single_device_arrays()]
             # An error of the computation itself is raised here, not by the call above.
             _jax.batched_block_until_ready(arrays)
-            return arrays
-        # From here on, `_run` counts the results as arrays, and the temporary arrays no longer exist.
-        finally:
+        except BaseException:
             account.release(own)
+            raise
+        # Only jaxlib knows whether it took an argument's memory or copied it.
+        for number in native["donated"]:
+            if arguments[number].is_deleted():
+                account.take(arguments[number])
+        account.add(arrays, reserved=own)
+        return arrays
 
     def _agree(self, agreement: Agreement, executable: Executable, index: int) -> None:
         try:
@@ -244,11 +141,10 @@ class JaxEngine(Engine):
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Use the memory as it is if it is aligned, and copy the bytes otherwise."""
         host = np.frombuffer(data, numpy_dtype(type_.dtype), math.prod(type_.dims)).reshape(type_.dims)
-        return Buffer(type_, device, CompletedFuture(self._put(device.index, host)))
+        return Buffer(type_, device, CompletedFuture(self._put(device.index, type_, host)))
 
-    def _put(self, index: int, host: np.ndarray[Any, Any]) -> Any:
-        what = f"an array of shape {host.shape} and dtype {host.dtype}"
-        return self._accounts[index].make(host.nbytes, what, lambda: self._clients.put(index, host))
+    def _put(self, index: int, type_: ArrayType, host: np.ndarray[Any, Any]) -> Any:
+        return self._make(index, type_, lambda: self._clients.put(index, host))
 
     def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
         """Read the buffer as soon as it is computed."""
@@ -262,7 +158,7 @@ class JaxEngine(Engine):
 
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
         """Share the memory, which no program changes while both arrays exist."""
-        copied: Future[Any] = self._read(buffer, lambda host: self._put(device.index, host))
+        copied: Future[Any] = self._read(buffer, lambda host: self._put(device.index, buffer.type, host))
         return Buffer(buffer.type, device, copied)
 
     def _read(self, buffer: Buffer, use: Callable[[np.ndarray[Any, Any]], Any]) -> Future[Any]:
@@ -285,7 +181,7 @@ class JaxEngine(Engine):
 
         def put(data: bytearray) -> None:
             host = np.frombuffer(data, numpy_dtype(type_.dtype)).reshape(type_.dims)
-            made.set_result(self._put(device.index, host))
+            made.set_result(self._put(device.index, type_, host))
 
         then(arrived, put, made)
         return Buffer(type_, device, made), descriptor
@@ -311,30 +207,8 @@ class JaxEngine(Engine):
 
     def delete(self, buffer: Buffer) -> None:
         """Release the array; executions that are already queued still use it."""
-        # A queued execution has the array's future, which `give_up` does not touch.
-        buffer.give_up("was deleted")
+        super().delete(buffer)
         _free_host_memory()
-
-    def serialize(self, executable: Executable) -> bytes:
-        """Return the program in jaxlib's format, with a header for what that format lacks."""
-        return self._compiler.serialize(executable)
-
-    def deserialize(self, data: bytes) -> Executable:
-        """Load what `serialize` returned, in any process of a job with as many devices."""
-        return self._compiler.deserialize(data)
-
-    def temporary_bytes(self, executable: Executable) -> int:
-        """Return the size that XLA's compiler has found."""
-        needs: memory_accounting.MemoryNeeds = executable.native["memory"]
-        return needs.temporary
-
-    def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
-        """Return the memory of the device's live arrays."""
-        return self._accounts[device.index].stats()
-
-    def reset_memory_peak(self, device: EngineDevice) -> None:
-        """Restart the peak at the bytes in use."""
-        self._accounts[device.index].reset_peak()
 
     def start_profile(self) -> None:
         """Record what jaxlib runs in this process."""
@@ -352,59 +226,24 @@ class JaxEngine(Engine):
             DeviceActivity(device, kind, (other,), now - since)
             for device, kind, other, since in list(self._moving.values())
         ]
-        return [*(thread.activity for thread in self._threads.values()), *moving]
-
-    def retire(self, index: int) -> None:
-        """Publish it from the device's thread, behind everything that is queued there."""
-        if self._coordinator is not None:
-            self._threads[index].run(self._coordinator.retire, index)
-
-    def finish(self, timeout_s: float) -> bool:
-        """Wait for a marker task that is queued behind all other work of each device."""
-        markers = [thread.run(int) for thread in self._threads.values()]
-        return not wait(markers, timeout_s).not_done
+        return [*super().activities(), *moving]
 
     def stay(self, timeout_s: float) -> None:
         """Read from the service which replicas have returned."""
-        if self._coordinator is None or self._is_closed:
+        if self._settings.replicas == 1 or self._is_closed:
             return
         for index in self._threads:
             self.retire(index)
         every = {device.index for device in self.devices}
         deadline = time.monotonic() + timeout_s
-        while not every <= self._coordinator.retired() and time.monotonic() < deadline:
+        while not every <= self._progress.retired() and time.monotonic() < deadline:
             time.sleep(_STAY_POLL_S)
 
-    def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
-        """Finish the queued work, then end the clients, then leave the service that they are connected to.
-
-        Raises:
-            PjrtError: a program did not end in time, and its replica keeps running; or another process did
-                not end.
-        """
-        with self._order:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        # Each replica publishes its return when its own work is done, not when that of all replicas here is.
-        for index in self._threads:
-            self.retire(index)
-        unfinished = not self.finish(timeout_s)
-        if unfinished and self._coordinator is not None:
-            # The queued programs may wait for other processes, which need not wait for this one. So publish
-            # ahead of the queue.
-            for index in self._threads:
-                self._coordinator.retire(index)
-        # Until here the watchdog could still report that a queued program is stuck.
-        if self._watchdog is not None:
-            self._watchdog.close()
+    def _stop(self, *, is_unfinished: bool) -> None:
         self._transfers.close()
-        self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
-        self._compiler.close()
-        if unfinished:
-            raise self.unfinished(timeout_s)
-        if self.cache.hits + self.cache.misses and self._settings.process == 0:
-            _log.info("%s", self.cache)
+
+    def _release(self, others_s: float) -> None:
+        """End the clients, then leave the service that they are connected to."""
         if others_s:
             self._clients.wait_for_others(others_s)
         # The existing threads leave, because no thread can be started while the interpreter shuts down.
@@ -413,6 +252,15 @@ class JaxEngine(Engine):
         for thread in self._threads.values():
             thread.close(0 if late else FINISH_TIMEOUT_S)
         self._clients.close()
+
+
+def _devices(settings: BridgeSettings, clients: Clients) -> tuple[EngineDevice, ...]:
+    devices = [
+        EngineDevice(index, process, process == settings.process, settings.kind, place, settings.cores)
+        for process, share in clients.shares.items()
+        for index, place in itertools.zip_longest(*share)
+    ]
+    return tuple(sorted(devices, key=lambda device: device.index))
 
 
 def _free_host_memory() -> None:

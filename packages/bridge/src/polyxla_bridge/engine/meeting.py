@@ -17,7 +17,7 @@ from polyxla_bridge.programs.executable import ArrayType, Executable
 
 
 @dataclass(frozen=True)
-class Part:
+class StartRequest:
     """What one device contributes to a start.
 
     Attributes:
@@ -44,7 +44,7 @@ class Started:
     end: Event
 
 
-Start = Callable[[dict[int, Part]], dict[int, Started]]
+Start = Callable[[dict[int, StartRequest]], dict[int, Started]]
 """Starts a program on all devices, by index of the device."""
 
 
@@ -59,13 +59,13 @@ class Meeting:
     def __init__(self, devices: Sequence[int], start: Start) -> None:
         self._start = start
         self._missing = set(devices)
-        self._parts: dict[int, Part] = {}
+        self._requests: dict[int, StartRequest] = {}
         self._started: dict[int, Started] = {}
         self._error: BaseException | None = None
         self._is_over = threading.Event()
         self._lock = threading.Lock()
 
-    def join(self, device: int, part: Part) -> Started:
+    def join(self, device: int, request: StartRequest) -> Started:
         """Wait until all devices have come and the program has started; return this device's share.
 
         The wait has no deadline of its own: the watchdog reports a stall, and `give_up` ends the wait.
@@ -74,17 +74,17 @@ class Meeting:
             Exception: the program did not start, or another device called `give_up`.
         """
         with self._lock:
-            self._parts[device] = part
+            self._requests[device] = request
             self._missing.discard(device)
             is_last = not self._missing and not self._is_over.is_set()
         # Start without the lock, which `give_up` takes.
         if is_last:
             try:
-                self._started = self._start(self._parts)
+                self._started = self._start(self._requests)
             except BaseException as error:
                 self.give_up(error)
             # Otherwise this object would keep the arguments alive as long as the results.
-            self._parts.clear()
+            self._requests.clear()
             self._is_over.set()
         self._is_over.wait()
         if self._error is not None:
@@ -113,24 +113,33 @@ class Meetings:
         self._start = start
         self._numbers = {device: itertools.count() for device in devices}
         self._open: dict[int, tuple[Meeting, set[int]]] = {}
+        self._is_over = False
         self._lock = threading.Lock()
 
     def next(self, device: int) -> Meeting:
-        """Return the next meeting of a device."""
+        """Return the next meeting of a device, when that is to start its program.
+
+        Raises:
+            PjrtError: `give_up` was called.
+        """
         with self._lock:
             number = next(self._numbers[device])
             meeting, expected = self._open.setdefault(
                 number, (Meeting(self._devices, self._start), set(self._devices))
             )
-            # Once every device has the meeting, their queued tasks keep it alive.
+            # The others have left, or will leave.
+            if self._is_over:
+                raise PjrtError(Code.CANCELLED, "the engine was closed")
+            # Once every device has come, their threads keep the meeting alive.
             expected.discard(device)
             if not expected:
                 del self._open[number]
             return meeting
 
     def give_up(self) -> None:
-        """End the waits of all devices."""
+        """End the waits of all devices, and let no other begin."""
         with self._lock:
+            self._is_over = True
             meetings = [meeting for meeting, _ in self._open.values()]
         for meeting in meetings:
             meeting.give_up(PjrtError(Code.CANCELLED, "the engine was closed"))
@@ -150,14 +159,14 @@ class JointStart:
         self._indices = {device.handle: index for index, device in enumerate(client.devices)}
         self._zeros: dict[tuple[int, ArrayType], DeviceArray] = {}
 
-    def __call__(self, parts: dict[int, Part]) -> dict[int, Started]:
+    def __call__(self, requests: dict[int, StartRequest]) -> dict[int, Started]:
         """Start the devices' programs, as one if they differ; return each device's share."""
-        joint = self._compiler.join([parts[index].executable for index in sorted(parts)])
+        joint = self._compiler.join([requests[index].executable for index in sorted(requests)])
         program: PluginProgram = joint.executable.native["program"]
         # The program has its own order of the devices, in which it takes its arguments.
         order = [self._indices[handle] for handle in program.loaded.devices]
-        rows = [self._arguments(joint, index, parts[index].arguments) for index in order]
-        kept: frozenset[int] = frozenset().union(*(part.keep for part in parts.values()))
+        rows = [self._arguments(joint, index, requests[index].arguments) for index in order]
+        kept: frozenset[int] = frozenset().union(*(request.keep for request in requests.values()))
         # The indices to keep are those of the devices' own programs, and a joint program donates nothing.
         keep = frozenset() if joint.arguments else kept
         results, ends = program.loaded.launch(rows, program.sizes, keep, None)

@@ -75,7 +75,7 @@ class MemoryAccount:
         self._freed: deque[int] = deque()
 
     def reserve(self, size: int, what: str) -> None:
-        """Reserve memory for an array or a program; call `release` once it exists, or has failed.
+        """Reserve memory for an array or a program; call `add` once it exists, or `release` if it has failed.
 
         Args:
             size: in bytes.
@@ -125,9 +125,10 @@ class MemoryAccount:
         self.reserve(size, what)
         try:
             array = make()
-        finally:
+        except BaseException:
             self.release(size)
-        self.add([array])
+            raise
+        self.add([array], reserved=size)
         return array
 
     def check(self, needs: MemoryNeeds, program: str) -> None:
@@ -144,9 +145,16 @@ class MemoryAccount:
                 f"{self._limit_bytes:,} bytes ({POLYXLA_DEVICE_MEMORY} sets the limit)",
             )
 
-    def add(self, arrays: list[Any]) -> None:
-        """Count new arrays, until they are freed or `take` is called for them."""
+    def add(self, arrays: list[Any], reserved: int = 0) -> None:
+        """Count new arrays, until they are freed or `take` is called for them.
+
+        Args:
+            arrays: the arrays.
+            reserved: memory that `reserve` has reserved for them, and that is released in the same step:
+                between two steps, another thread could reserve what the arrays need.
+        """
         with self._lock:
+            self._reserved -= reserved
             self._settle()
             for array in arrays:
                 size = array.on_device_size_in_bytes()

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from polyxla_bridge.engine import memory_accounting, numbering
-from polyxla_bridge.engine.device_thread import DeviceThread
-from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, Engine, EngineDevice
+from polyxla_bridge.engine import numbering
+from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, GroupedFuture, complete, set_values
-from polyxla_bridge.engine.meeting import JointStart, Meeting, Meetings, Part, Started
+from polyxla_bridge.engine.local_engine import DeviceThread, Execution, LocalEngine, Submit, is_finished
+from polyxla_bridge.engine.meeting import JointStart, Meeting, Meetings, Started, StartRequest
+from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.engine.plugin_compiler import CPU, PluginCompiler, PluginProgram
-from polyxla_bridge.engine.stall_watchdog import DeviceProgress, OwnProgress, StallWatchdog
+from polyxla_bridge.engine.stall_watchdog import DeviceProgress, OwnProgress
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import keep_first
 from polyxla_bridge.plugin_client import buffers, plugin
 from polyxla_bridge.plugin_client.buffers import DeviceArray, Event
 from polyxla_bridge.plugin_client.client import PluginClient, PluginDevice
 from polyxla_bridge.plugin_client.plugin import Option
-from polyxla_bridge.programs import cache
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
-_log = logging.getLogger("polyxla.bridge")
 
-
-class PjrtEngine(Engine):
+class PjrtEngine(LocalEngine):
     """Replicas on the devices of a PJRT plugin.
 
     Per device, one thread starts programs in the order of the calls, without waiting for them, and another
@@ -48,6 +45,8 @@ class PjrtEngine(Engine):
         PjrtError: the plugin cannot be loaded, refuses an option, or finds no devices.
     """
 
+    _progress: DeviceProgress
+
     def __init__(
         self,
         settings: BridgeSettings,
@@ -59,26 +58,22 @@ class PjrtEngine(Engine):
         if isinstance(library, Path):
             library = PluginClient(plugin.load(library), options or {})
         self._client = library
-        self.platform = settings.platform if settings.places else self._client.platform.upper()
-        self.process_index = self._client.process_index
-        self.devices = _devices(settings, self._client)
-        self._settings = dataclasses.replace(settings, replicas=len(self.devices), process=self.process_index)
-        local = [device.index for device in self.devices if device.is_local]
-        self._starting = {index: DeviceThread(index) for index in local}
-        self._ending = {index: DeviceThread(index) for index in local}
-        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
-        self._compiler = PluginCompiler(self._settings, self._client, on_lookup)
-        self._joint_start = JointStart(self._client, self._compiler)
-        self._meetings = Meetings(local, self._joint_start)
-        # `execute_partitioned` holds the lock while it queues one execution on several devices.
-        self._order = threading.Lock()
-        self._is_closed = False
-        self._accounts = self._make_accounts(local)
+        devices = _devices(settings, library)
+        platform = settings.platform if settings.places else library.platform.upper()
+        settings = dataclasses.replace(
+            settings, replicas=len(devices), process=library.process_index, platform=platform
+        )
+        # A plugin that counts the memory itself also limits it.
+        first = next(number for number, device in enumerate(devices) if device.is_local)
+        counts_memory = library.memory_stats(library.devices[first]) is None
+        super().__init__(settings, devices, counts_memory=counts_memory)
+        self._ending = {index: DeviceThread(index) for index in self._threads}
+        self._compiler = compiler = PluginCompiler(settings, library, on_lookup)
+        self._joint_start = JointStart(library, compiler)
+        self._meetings = Meetings(list(self._threads), self._joint_start)
         self._progress = progress or OwnProgress()
-        self._watchdog: StallWatchdog | None = None
-        # The watchdog comes last, because its thread calls the engine as soon as it starts.
-        if len(self.devices) > 1 and (progress or len(self.devices) == len(local)):
-            self._watchdog = StallWatchdog(self, self._progress, self._is_busy, settings.stall_timeout_s)
+        if len(devices) > 1 and (progress or len(devices) == len(self._threads)):
+            self._start_watchdog()
 
     def _is_busy(self) -> bool:
         """Return whether this process compiles, or each device of the job works.
@@ -88,125 +83,38 @@ class PjrtEngine(Engine):
         """
         # Exchange even while this process compiles, because the others need to know what its devices do.
         all_work = self._progress.exchange(all(activity.program for activity in self.activities()))
-        return self._compiler.is_compiling or (all_work and self._client.platform != CPU)
-
-    def _make_accounts(self, local: Sequence[int]) -> dict[int, memory_accounting.MemoryAccount]:
-        """Return an account for the memory of each device; none if the plugin counts the memory itself."""
-        if self._client.memory_stats(self._client.devices[local[0]]) is not None:
-            return {}
-        settings = self._settings
-        each = settings.memory_bytes or memory_accounting.machine_bytes() // len(self.devices)
-        return {index: memory_accounting.MemoryAccount(each, settings.is_memory_limited) for index in local}
-
-    @property
-    def compiles(self) -> int:
-        """Number of programs that this process compiled."""
-        return self._compiler.compiles
-
-    @property
-    def cache(self) -> cache.ProgramCache:
-        """The compilation cache, and its hits and misses."""
-        return self._compiler.cache
+        return super()._is_busy() or (all_work and self._client.platform != CPU)
 
     @property
     def live_buffers(self) -> int:
         """Number of the plugin's buffers that exist."""
         return self._client.live_buffers
 
-    def compile(self, hlo: bytes, options: bytes) -> Executable:
-        """Compile a program once for all replicas; different programs compile at the same time.
-
-        Raises:
-            PjrtError: the plugin's; or the memory of the devices is limited here, and the program needs more.
-        """
-        try:
-            executable = self._compiler.compile(hlo, options)
-            for account in self._accounts.values():
-                account.check(executable.native["program"].memory, executable.name)
-        except Exception as error:
-            keep_first(error)
-            raise
-        return executable
-
-    def execute(
-        self,
-        executable: Executable,
-        device: EngineDevice,
-        arguments: Sequence[Buffer],
-        keep: frozenset[int] = frozenset(),
-    ) -> list[Buffer]:
-        """Queue one execution on the device's thread."""
-        executable.check_whole()
-        program: PluginProgram = executable.native["program"]
-        meeting = self._meetings.next(device.index) if program.meets else None
-        return self._queue(executable, device, arguments, keep, meeting)
-
-    def execute_partitioned(
-        self,
-        executable: Executable,
-        arguments: Sequence[Sequence[Buffer]],
-        keep: frozenset[int] = frozenset(),
-    ) -> list[list[Buffer]]:
-        """Queue one execution on the thread of each local device.
-
-        Raises:
-            PjrtError: an argument is not the part of an array that the program was compiled for.
-        """
-        for row in arguments:
-            executable.check([argument.type for argument in row])
-        local = [device for device in self.devices if device.is_local]
-        meeting = Meeting([device.index for device in local], self._joint_start)
-        # The lock keeps one order on all devices: two programs that meet in different orders would deadlock.
-        with self._order:
-            return [
-                self._queue(executable, device, row, keep, meeting)
-                for device, row in zip(local, arguments, strict=True)
-            ]
-
-    def _queue(
-        self,
-        executable: Executable,
-        device: EngineDevice,
-        arguments: Sequence[Buffer],
-        keep: frozenset[int],
-        meeting: Meeting | None,
-    ) -> list[Buffer]:
-        program: PluginProgram = executable.native["program"]
-        done: Future[None] = Future()
-        results = [GroupedFuture(done) for _ in executable.outputs]
-        outputs = [
-            Buffer(type_, device, result) for type_, result in zip(executable.outputs, results, strict=True)
-        ]
-        # Read the values now, because `give_up` below replaces those of donated arguments.
-        values = [argument.value for argument in arguments]
-
+    def _submit(self, execution: Execution, meeting: Meeting | None = None) -> None:
         def start() -> None:
-            started = self._start(executable, device.index, values, keep, meeting)
+            started = self._start(execution, meeting)
             # The values must be set before `_end`, which may complete `done` at once.
-            set_values(results, started.results)
-            self._end(executable, device.index, started.end, done)
+            set_values(execution.results, started.results)
+            self._end(execution.executable, execution.device, started.end, execution.done)
 
-        self._starting[device.index].put(_Start(done), start)
-        for number in program.donated - keep:
-            arguments[number].give_up("was donated to a program")
-        return outputs
+        self._threads[execution.device].put(_Start(execution.done), start)
 
-    def _start(
-        self,
-        executable: Executable,
-        index: int,
-        values: Sequence[FutureLike],
-        keep: frozenset[int],
-        meeting: Meeting | None,
-    ) -> Started:
+    def _submit_together(self, devices: Sequence[int], arguments: Sequence[Sequence[Buffer]]) -> Submit:
+        return functools.partial(self._submit, meeting=Meeting(devices, self._joint_start))
+
+    def _start(self, execution: Execution, meeting: Meeting | None) -> Started:
         """Start a program on the thread of its device."""
-        program: PluginProgram = executable.native["program"]
+        executable, index = execution.executable, execution.device
+        native = executable.native
+        # Only the device's thread takes the numbers of its meetings, so they are in the order of the queue.
+        if meeting is None and native["program"].meets:
+            meeting = self._meetings.next(index)
         try:
-            executable.check_count(len(values))
-            arrays = [_array(value) for value in values]
+            executable.check_count(len(execution.values))
+            arrays = [_array(value) for value in execution.values]
             # The thread may wait in the meeting, which the watchdog must see.
-            self._starting[index].enter(executable.name, program.collectives, program.groups)
-            return self._launch(index, Part(executable, arrays, keep), meeting)
+            self._threads[index].enter(executable.name, native["collectives"], native["groups"])
+            return self._launch(index, StartRequest(executable, arrays, execution.keep), meeting)
         except BaseException as error:
             keep_first(error)
             # The program starts on all devices or on none, so the threads of the others must not wait.
@@ -214,51 +122,50 @@ class PjrtEngine(Engine):
                 meeting.give_up(error)
             raise
 
-    def _launch(self, index: int, part: Part, meeting: Meeting | None) -> Started:
+    def _launch(self, index: int, request: StartRequest, meeting: Meeting | None) -> Started:
         """Start a program, and count its memory; that of its temporary arrays until `_end`."""
         account = self._accounts.get(index)
         if account is None:
-            return self._launch_uncounted(index, part, meeting)
-        program: PluginProgram = part.executable.native["program"]
+            return self._launch_uncounted(index, request, meeting)
+        donated: frozenset[int] = request.executable.native["donated"]
+        needs: MemoryNeeds = request.executable.native["memory"]
         # The plugin copies an argument that the program would reuse, but must keep.
-        copied = sum(part.arguments[number].size for number in program.donated & part.keep)
-        size = program.memory.own + copied
+        copied = sum(request.arguments[number].size for number in donated & request.keep)
+        size = needs.own + copied
         if self._settings.is_memory_limited:
             # A device runs one program at a time, so the temporary arrays of the last program may share their
             # memory with those of this one. Wait until they are no longer counted.
             self._ending[index].run(int).result()
-        account.reserve(size, f"program {part.executable.name}")
+        account.reserve(size, f"program {request.executable.name}")
         try:
-            started = self._launch_uncounted(index, part, meeting)
+            started = self._launch_uncounted(index, request, meeting)
         except BaseException:
             account.release(size)
             raise
+        for number in donated - request.keep:
+            account.take(request.arguments[number])
         # The results are counted as arrays from here on; `_end` releases the rest.
-        account.release(size - program.memory.temporary)
-        for number in program.donated - part.keep:
-            account.take(part.arguments[number])
-        account.add(list(started.results))
+        account.add(list(started.results), reserved=size - needs.temporary)
         return started
 
-    def _launch_uncounted(self, index: int, part: Part, meeting: Meeting | None) -> Started:
+    def _launch_uncounted(self, index: int, request: StartRequest, meeting: Meeting | None) -> Started:
         if meeting is not None:
-            return meeting.join(index, part)
-        program: PluginProgram = part.executable.native["program"]
+            return meeting.join(index, request)
+        program: PluginProgram = request.executable.native["program"]
         device = self._client.devices[index]
-        ((results,), (end,)) = program.loaded.launch([part.arguments], program.sizes, part.keep, device)
+        ((results,), (end,)) = program.loaded.launch([request.arguments], program.sizes, request.keep, device)
         return Started(results, end)
 
     def _end(self, executable: Executable, index: int, end: Event, done: Future[None]) -> None:
         """Complete `done` when a program has ended."""
-        program: PluginProgram = executable.native["program"]
-        account = self._accounts.get(index)
+        native, account = executable.native, self._accounts.get(index)
 
         def wait_for_end() -> None:
             try:
                 end.wait()
             finally:
                 if account is not None:
-                    account.release(program.memory.temporary)
+                    account.release(native["memory"].temporary)
 
         # A short program on a CPU has often ended already, and then needs no other thread.
         if end.is_ready:
@@ -267,7 +174,7 @@ class PjrtEngine(Engine):
         thread = self._ending[index]
 
         def wait_on_thread() -> None:
-            thread.enter(executable.name, program.collectives, program.groups)
+            thread.enter(executable.name, native["collectives"], native["groups"])
             try:
                 wait_for_end()
             except BaseException as error:
@@ -281,17 +188,9 @@ class PjrtEngine(Engine):
         self._client.check_open()
         to = self._client.devices[device.index]
         array = self._make(
-            device, type_, lambda: buffers.put(self._client, to, type_.dtype, type_.dims, data)
+            device.index, type_, lambda: buffers.put(self._client, to, type_.dtype, type_.dims, data)
         )
         return Buffer(type_, device, CompletedFuture(array))
-
-    def _make(self, device: EngineDevice, type_: ArrayType, make: Callable[[], DeviceArray]) -> DeviceArray:
-        """Make an array that is counted, if arrays are counted here."""
-        account = self._accounts.get(device.index)
-        if account is None:
-            return make()
-        what = f"an array of shape {type_.dims} and dtype {type_.dtype}"
-        return account.make(type_.size_bytes, what, make)
 
     def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
         """Read the buffer as soon as it is computed."""
@@ -329,7 +228,7 @@ class PjrtEngine(Engine):
                 done.set_exception(error)
 
         if isinstance(value, GroupedFuture) and value.early_value is None and not value.group.done():
-            self._starting[buffer.device.index].put(Future(), call)
+            self._threads[buffer.device.index].put(Future(), call)
         else:
             call()
 
@@ -351,88 +250,40 @@ class PjrtEngine(Engine):
 
         def start(array: DeviceArray) -> None:
             to = self._client.devices[device.index]
-            copied.set_result(self._make(device, buffer.type, lambda: array.copy(to)))
+            copied.set_result(self._make(device.index, buffer.type, lambda: array.copy(to)))
 
         self._when_started(buffer, start, copied)
         return Buffer(buffer.type, device, copied)
 
-    def delete(self, buffer: Buffer) -> None:
-        """Release the array; executions that are already queued still use it."""
-        # A queued execution has the array's future, which `give_up` does not touch.
-        buffer.give_up("was deleted")
-
-    def serialize(self, executable: Executable) -> bytes:
-        """Return the program in the plugin's format, with a header for what that format lacks."""
-        return self._compiler.serialize(executable)
-
-    def deserialize(self, data: bytes) -> Executable:
-        """Load what `serialize` returned, in any process whose plugin is the same and has as many devices."""
-        return self._compiler.deserialize(data)
-
-    def temporary_bytes(self, executable: Executable) -> int:
-        """Return the size that the plugin's compiler has found."""
-        needs: memory_accounting.MemoryNeeds = executable.native["program"].memory
-        return needs.temporary
-
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
         """Return the plugin's counters, or the memory of the device's live arrays if it has none."""
-        if account := self._accounts.get(device.index):
-            return account.stats()
-        return self._client.memory_stats(self._client.devices[device.index]) or {}
-
-    def reset_memory_peak(self, device: EngineDevice) -> None:
-        """Restart the peak, if it is counted here."""
-        if device.index not in self._accounts:
-            super().reset_memory_peak(device)
-        self._accounts[device.index].reset_peak()
+        found = super().memory_stats(device)
+        return found or self._client.memory_stats(self._client.devices[device.index]) or {}
 
     def activities(self) -> list[DeviceActivity]:
         """Return what each local device is doing: the program that it waits to start, or that it is in."""
-        both = [(self._starting[index].activity, self._ending[index].activity) for index in self._starting]
-        return [ending if ending.program else starting for starting, ending in both]
+        ending = [thread.activity for thread in self._ending.values()]
+        both = zip(super().activities(), ending, strict=True)
+        return [last if last.program else waiting for waiting, last in both]
 
     def retire(self, index: int) -> None:
         """Publish it from the device's threads, behind everything that is queued there."""
         # When the starting thread runs this task, the other thread has the ends of all earlier programs.
-        ending = self._ending[index]
-        self._starting[index].run(ending.run, self._progress.retire, index)
+        self._threads[index].run(self._ending[index].run, self._progress.retire, index)
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait for a marker task that is queued behind all other work of each device."""
-        # The starting threads come first, because they queue the ends of programs on the others.
-        for threads in (self._starting, self._ending):
-            markers = [thread.run(int) for thread in threads.values()]
-            if wait(markers, timeout_s).not_done:
-                return False
-        return True
+        """Wait until the threads have started what is queued, then for the ends of the programs."""
+        return super().finish(timeout_s) and is_finished(self._ending.values(), timeout_s)
 
-    def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
-        """Finish the queued work, then destroy the plugin's programs, buffers and client, in this order.
-
-        Raises:
-            PjrtError: a program did not end in time; its device keeps running.
-        """
-        with self._order:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        for index in self._starting:
-            self.retire(index)
-        unfinished = not self.finish(timeout_s)
-        if self._watchdog is not None:
-            self._watchdog.close()
+    def _stop(self, *, is_unfinished: bool) -> None:
         # A thread may wait in a meeting to which another device never comes.
         self._meetings.give_up()
-        self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
-        self._compiler.close()
+        for thread in (*self._threads.values(), *self._ending.values()):
+            thread.close(0 if is_unfinished else FINISH_TIMEOUT_S)
         self._joint_start.close()
-        for thread in (*self._starting.values(), *self._ending.values()):
-            thread.close(0 if unfinished else FINISH_TIMEOUT_S)
-        # The client must stay while a program still runs on it.
-        if unfinished:
-            raise self.unfinished(timeout_s)
-        if self.cache.hits + self.cache.misses and self.process_index == 0:
-            _log.info("%s", self.cache)
+
+    def _release(self, others_s: float) -> None:
+        """Destroy the plugin's programs, buffers and client, in this order."""
         self._client.close()
 
 

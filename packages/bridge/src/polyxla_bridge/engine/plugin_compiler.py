@@ -36,10 +36,6 @@ class PluginProgram:
         source: what was compiled, a serialised HloModuleProto, if all devices must start it together.
         native: the program in the plugin's format, if the plugin cannot serialise it later.
         sizes: size of each result on one device, in bytes.
-        memory: what it needs on one device.
-        donated: indices of the parameters whose memory the results reuse.
-        collectives: kinds of its collectives.
-        groups: groups of devices that meet in it.
         meets: whether all devices of this process must start it together.
     """
 
@@ -48,10 +44,6 @@ class PluginProgram:
     source: bytes
     native: bytes
     sizes: tuple[int, ...]
-    memory: MemoryNeeds
-    donated: frozenset[int]
-    collectives: tuple[str, ...]
-    groups: frozenset[frozenset[int]]
     meets: bool
 
 
@@ -197,19 +189,16 @@ class PluginCompiler(CompileOnce):
         is_partitioned = executable.num_partitions > 1
         # XLA's CPU client starts a program for several devices on all of them, or hangs.
         meets = is_partitioned or (self._is_cpu and len(loaded.devices) > 1)
-        executable.native["program"] = PluginProgram(
+        program = PluginProgram(
             loaded=loaded,
             options=options,
             # Only programs of replicas are ever joined with others, which needs their sources.
             source=source if meets and not is_partitioned else b"",
             native=native,
             sizes=tuple(output.size_bytes for output in executable.outputs),
-            memory=_needs(executable, loaded),
-            donated=hlo.donated(executable.optimized_hlo),
-            collectives=hlo.collectives(executable.optimized_hlo),
-            groups=executable.groups(),
             meets=meets,
         )
+        executable.attach(program, _needs(executable, loaded))
         return executable
 
     def serialize(self, executable: Executable) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from polyxla_bridge.abi import Code, width
 from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike
 from polyxla_bridge.engine.jax_engine import JaxEngine, numpy_dtype
+from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
@@ -64,11 +65,13 @@ class RecordingEngine(JaxEngine):
             code_size_bytes=0,
             fingerprint=fingerprint,
         )
-        executable.native |= {"donated": hlo.donated(hlo_module), "is_computed": False}
+        # Only the compiler knows what the program would need; 0 stands for that.
+        executable.attach(None, MemoryNeeds(0, 0, 0))
+        executable.native["is_computed"] = False
         return executable
 
     def _run(
-        self, executable: Executable, index: int, values: list[FutureLike], protected: frozenset[int]
+        self, executable: Executable, index: int, values: Sequence[FutureLike], protected: frozenset[int]
     ) -> list[Any]:
         arguments = [value.result() for value in values]
         account = self._accounts[index]
@@ -93,7 +96,7 @@ class RecordingEngine(JaxEngine):
         return zeros
 
     def _present(self, array: Any, index: int) -> Any:
-        return self._put(index, np.asarray(array)) if isinstance(array, Zeros) else array
+        return self._put(index, array.type, np.asarray(array)) if isinstance(array, Zeros) else array
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Drop the data of a large array."""
@@ -101,6 +104,17 @@ class RecordingEngine(JaxEngine):
             (zeros,) = self._zeros(device.index, [type_])
             return Buffer(type_, device, CompletedFuture(zeros))
         return super().from_host(device, type_, data)
+
+    def serialize(self, executable: Executable) -> bytes:
+        """Return a compiled program as `JaxEngine` does.
+
+        Raises:
+            PjrtError: the program was not compiled.
+        """
+        if executable.native["program"] is None:
+            text = f"{executable.name} is recorded, but not compiled: it cannot be serialised"
+            raise PjrtError(Code.UNIMPLEMENTED, text)
+        return super().serialize(executable)
 
     def deserialize(self, data: bytes) -> Executable:
         """Refuse a program that the framework has kept, so that it asks for a compilation, which is recorded.

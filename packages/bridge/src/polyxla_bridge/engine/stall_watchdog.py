@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STALLED = 5
 """Exit code of a process whose replicas stalled."""
 DEVICE_THREAD = "polyxla-device"
-"""Prefix of the names of the threads that run programs; `polyxla_bridge.engine.device_thread` makes them."""
+"""Prefix of the names of the threads that run programs; `polyxla_bridge.engine.local_engine` makes them."""
 XLA_POOL = "tf_XLAEigen"
 """Name of the threads of XLA's pool. Source: jaxlib 0.10.2, /proc/self/task."""
 OWN_THREADS = (
@@ -117,7 +117,7 @@ def retire_here() -> None:
 _watched: list[Engine] = []
 
 
-class Progress(Protocol):
+class JobProgress(Protocol):
     """What the processes of a job publish about their progress."""
 
     def beat(self) -> None:
@@ -125,6 +125,9 @@ class Progress(Protocol):
 
     def heartbeats(self) -> dict[str, str]:
         """Return the last heartbeat of each process; a process at work changes its own."""
+
+    def retire(self, replica: int) -> None:
+        """Publish that a replica will run no more programs."""
 
     def retired(self) -> frozenset[int]:
         """Return the replicas that will run no more programs."""
@@ -148,7 +151,7 @@ class StallWatchdog:
     def __init__(
         self,
         engine: Engine,
-        progress: Progress,
+        progress: JobProgress,
         is_busy: Callable[[], bool],
         timeout_s: float,
     ) -> None:
@@ -278,7 +281,7 @@ def _is_computing() -> bool:
     return False
 
 
-class DeviceProgress(Progress, Protocol):
+class DeviceProgress(JobProgress, Protocol):
     """What the processes of a job on a plugin's devices tell each other. Any thread may use it.
 
     An accelerator does not show whether its program computes or waits. All programs compute if no device of
@@ -287,9 +290,6 @@ class DeviceProgress(Progress, Protocol):
 
     def exchange(self, is_full: bool) -> bool:
         """Tell the other processes whether each device here has a program; return whether each of all has."""
-
-    def retire(self, replica: int) -> None:
-        """Record that a replica will run no more programs."""
 
 
 class OwnProgress(DeviceProgress):
@@ -307,12 +307,12 @@ class OwnProgress(DeviceProgress):
         """Return the number of heartbeats, by the only process."""
         return {"0": str(self._beats)}
 
-    def retired(self) -> frozenset[int]:  # noqa: D102  (see `Progress`)
+    def retired(self) -> frozenset[int]:  # noqa: D102  (see `JobProgress`)
         return frozenset(self._retired)
 
     def exchange(self, is_full: bool) -> bool:
         """Return the same: there is no other process."""
         return is_full
 
-    def retire(self, replica: int) -> None:  # noqa: D102  (see `DeviceProgress`)
+    def retire(self, replica: int) -> None:  # noqa: D102  (see `JobProgress`)
         self._retired.add(replica)

@@ -61,7 +61,7 @@ class Executable:
         devices: indices of the devices that run it, in the order of the program's own numbers; empty for all
             of the job's, in their order.
         meets: what its devices do together; see `polyxla_bridge.programs.hlo.meets`.
-        native: objects that the engine attaches.
+        native: objects that the engine attaches; see `attach`.
     """
 
     name: str
@@ -74,6 +74,18 @@ class Executable:
     devices: tuple[int, ...] = ()
     meets: tuple[hlo.Meet, ...] = ()
     native: dict[str, Any] = field(default_factory=dict)
+
+    def attach(self, program: Any, memory: Any) -> None:
+        """Attach what an engine needs to run the program.
+
+        Args:
+            program: the engine's own form of it.
+            memory: what it needs on one device, `polyxla_bridge.engine.memory_accounting.MemoryNeeds`.
+        """
+        self.native["program"], self.native["memory"] = program, memory
+        self.native["donated"] = hlo.donated(self.optimized_hlo)
+        self.native["collectives"] = hlo.collectives(self.optimized_hlo)
+        self.native["groups"] = self.groups()
 
     def groups(self) -> frozenset[frozenset[int]]:
         """Return the groups of devices that meet in the program; see `polyxla_bridge.programs.hlo.groups`."""
