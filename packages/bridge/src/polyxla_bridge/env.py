@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-PJRT_CPU = "CPU_POLYXLA"
-"""The value of ``PJRT_DEVICE`` that selects the bridge; torch_xla calls the device ``CPU``."""
-
 POLYXLA_BRIDGE_REPLICAS = "POLYXLA_BRIDGE_REPLICAS"
 """Number of replicas in the job.
 Default: 1.
