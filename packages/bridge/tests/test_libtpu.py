@@ -114,9 +114,34 @@ import jax.numpy as jnp
 jax.config.update("jax_platforms", "tpu")
 print(jax.devices(), jax.jit(lambda x: x @ x + 1)(jnp.ones((3, 3))).sum(), "torch_xla" in sys.modules)
 """
+    done = without_torch_xla(code, slice_of)
+    assert (done.returncode, done.stdout) == (0, "[TPU:0] 36.0 False\n"), done.stderr[-3000:]
+
+
+def test_jax_may_end_its_client_and_make_another(slice_of: SliceOf) -> None:
+    code = """
+import gc
+import jax
+import jax.numpy as jnp
+from jax.extend.backend import clear_backends
+jax.config.update("jax_platforms", "tpu")
+for number in range(3):
+    client = jax.devices()[0].client
+    print(number, jnp.full(3, number).sum())
+    del client
+    jax.clear_caches()
+    clear_backends()
+    gc.collect()
+"""
+    done = without_torch_xla(code, slice_of)
+    assert (done.returncode, done.stdout) == (0, "0 0\n1 3\n2 6\n"), done.stderr[-3000:]
+
+
+def without_torch_xla(code: str, slice_of: SliceOf) -> subprocess.CompletedProcess[str]:
+    """Run a program that opens the library without torch_xla."""
     (environ,) = slice_of("v4:2x2x1", "1,1,1", [0])
     # Not by `run`, whose processes are forked from one with torch_xla.
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environ, "JAX_FORCE_TPU_INIT": "1"},
         capture_output=True,
@@ -124,7 +149,6 @@ print(jax.devices(), jax.jit(lambda x: x @ x + 1)(jnp.ones((3, 3))).sum(), "torc
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "[TPU:0] 36.0 False\n"), done.stderr[-3000:]
 
 
 def test_a_wrong_box_is_refused_in_every_process(run: Run, slice_of: SliceOf) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import faulthandler
+import os
 import signal
 import socket
 import struct
@@ -105,6 +106,9 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
     environ = in_slice(env.own_environ())
     host = Host.read(environ)
     topology = Topology.read(environ, host)
+    # A process has one client at a time: what is held is of the last one, which has ended.
+    while _held:
+        os.close(_held.pop())
     # Like libtpu, the process takes its chips before it starts anything: a second process is refused at once.
     claim(topology, host)
     env.check_secret(len(topology.addresses), environ)

@@ -117,7 +117,8 @@ class Bridge:
     on a thread.
 
     Args:
-        make_engine: called once, when torch_xla creates its client.
+        make_engine: called when torch_xla creates its client, and when it creates another after the last has
+            ended.
         wait_for_torch_xla: returns when torch_xla has submitted all its work; called once, by `finish`.
     """
 
@@ -160,7 +161,9 @@ class Bridge:
                 self.device_array = array([device.handle for device in self.devices])
                 self.local_array = array([handle.handle for handle in self.local])
                 LOCKED.polyxla_set_local(self.local_array, len(self.local))
-                self._drain_thread.start()
+                # The thread outlives the engine, because C's queue belongs to the process.
+                if self._drain_thread.ident is None:
+                    self._drain_thread.start()
 
     def finish(self, timeout_s: float) -> bool:
         """Wait for the remaining work of torch_xla, then of the devices; return whether all is done.
