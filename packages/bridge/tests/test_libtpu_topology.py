@@ -9,11 +9,11 @@ import pytest
 from polyxla_bridge.engine import numbering
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu import client
-from polyxla_bridge.libtpu.topology import Host, Topology, in_slice
+from polyxla_bridge.libtpu.topology import EmulatedHost, Topology, in_slice
 
 
-def host(text: str) -> Host:
-    return Host.read({"POLYXLA_LIBTPU_HOST": text})
+def host(text: str) -> EmulatedHost:
+    return EmulatedHost.read({"POLYXLA_LIBTPU_HOST": text})
 
 
 def one_chip_each(bounds: str, processes: int, per_host: int = 4) -> list[dict[str, str]]:
@@ -35,7 +35,7 @@ def one_chip_each(bounds: str, processes: int, per_host: int = 4) -> list[dict[s
 CHIP_1 = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_VISIBLE_CHIPS": "1"}
 
 
-def numbers(here: Host, environs: list[dict[str, str]]) -> list[tuple[int, ...]]:
+def numbers(here: EmulatedHost, environs: list[dict[str, str]]) -> list[tuple[int, ...]]:
     """Return the replicas of each process."""
     places = {task: Topology.read(environ, here).places(here) for task, environ in enumerate(environs)}
     return [share.replicas for share in numbering.by_coordinates(places).values()]
@@ -155,7 +155,7 @@ def test_variables_that_contradict_each_other_are_refused(changed: dict[str, str
 
 def test_without_a_description_there_is_no_tpu() -> None:
     with pytest.raises(PjrtError, match="no TPU chip is attached to this machine, and none is emulated"):
-        Host.read({})
+        EmulatedHost.read({})
 
 
 @pytest.mark.parametrize("text", ["v4", "v9:2x2x1", "v4:2x2"])
@@ -181,7 +181,7 @@ def test_an_spmd_program_has_the_variables_of_its_host_in_the_slice(flag: str, i
 
 def test_a_chip_belongs_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     generation = host("v4:2x2x1").generation
-    here, other = Host(generation, (2, 2, 1), "here"), Host(generation, (2, 2, 1), "other")
+    here, other = EmulatedHost(generation, (2, 2, 1), "here"), EmulatedHost(generation, (2, 2, 1), "other")
     alone = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
     held: list[int] = []
     monkeypatch.setattr(client, "_held", held)

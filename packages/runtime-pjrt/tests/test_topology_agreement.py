@@ -11,7 +11,7 @@ import pytest
 
 from polyxla.plugin import GENERATIONS, AcceleratorType, process_environments
 from polyxla.tpu.accelerators import sizes
-from polyxla_bridge.libtpu.topology import GENERATIONS as EMULATED
+from polyxla_bridge.libtpu.topology import EMULATED_GENERATIONS
 
 TYPES = [f"{generation}-{size}" for generation in GENERATIONS for size in sizes(generation)]
 SMALL_TYPES = [name for name in TYPES if int(name.split("-")[1]) <= 512]
@@ -55,8 +55,10 @@ def test_the_emulated_libtpus_table_of_generations_agrees_with_cores() -> None:
     }
     # An emulator has to number v6e's chips somehow; on a real host, core does not rely on any order.
     assert GENERATIONS.keys() - known.keys() == {"v6e"}
-    assert {name: EMULATED[name].counts_y_first for name in known} == known
-    assert {name: (chip.cores, chip.cores * chip.tensor_cores) for name, chip in EMULATED.items()} == {
+    assert {name: EMULATED_GENERATIONS[name].counts_y_first for name in known} == known
+    assert {
+        name: (chip.cores, chip.cores * chip.tensor_cores) for name, chip in EMULATED_GENERATIONS.items()
+    } == {
         name: (generation.devices_per_chip, generation.cores_per_chip)
         for name, generation in GENERATIONS.items()
     }

@@ -14,7 +14,7 @@ import pytest
 
 from polyxla import UsageError
 from polyxla.plugin import GENERATIONS
-from polyxla_bridge.libtpu.topology import GENERATIONS as EMULATED
+from polyxla_bridge.libtpu.topology import EMULATED_GENERATIONS
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto
 from polyxla_tools.fits import report
@@ -107,7 +107,7 @@ def test_a_type_that_the_framework_does_not_know_is_refused(framework: Framework
 
 
 def test_each_type_is_one_of_a_framework() -> None:
-    assert {*TORCH_XLA.generations, *TORCH_TPU.generations} == set(GENERATIONS) == set(EMULATED)
+    assert {*TORCH_XLA.generations, *TORCH_TPU.generations} == set(GENERATIONS) == set(EMULATED_GENERATIONS)
 
 
 def _show(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:

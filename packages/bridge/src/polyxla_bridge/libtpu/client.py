@@ -16,7 +16,7 @@ from polyxla_bridge import env
 from polyxla_bridge.abi import Code
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.libtpu.topology import Host, Topology, in_slice
+from polyxla_bridge.libtpu.topology import EmulatedHost, Topology, in_slice
 
 if TYPE_CHECKING:
     from polyxla_bridge.engine.engine import Engine
@@ -29,7 +29,7 @@ _PEER = struct.Struct("3i")
 """The answer to ``SO_PEERCRED``: the process, user and group of the other end. Source: unix(7)."""
 
 
-def claim(topology: Topology, host: Host) -> None:
+def claim(topology: Topology, host: EmulatedHost) -> None:
     """Take this process's chips and its port.
 
     Process 0's port is taken by the meeting of the processes, see `polyxla_bridge.engine.startup_barrier`.
@@ -104,7 +104,7 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
         return pjrt_plugin.make_engine(base, on_lookup)
     _print_stack_at_sigterm()
     environ = in_slice(env.own_environ())
-    host = Host.read(environ)
+    host = EmulatedHost.read(environ)
     topology = Topology.read(environ, host)
     # A process has one client at a time: what is held is of the last one, which has ended.
     while _held:
@@ -160,7 +160,7 @@ def _print_stack_at_sigterm() -> None:
         faulthandler.register(signal.SIGTERM, file=2, chain=True)
 
 
-def settings(topology: Topology, host: Host, base: BridgeSettings) -> BridgeSettings:
+def settings(topology: Topology, host: EmulatedHost, base: BridgeSettings) -> BridgeSettings:
     """Return the settings of this process's engine.
 
     Args:

@@ -18,8 +18,8 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Generation:
-    """What libtpu says of the chips of one generation.
+class EmulatedGeneration:
+    """What the emulated libtpu says of the chips of one generation.
 
     Attributes:
         kind: the device kind.
@@ -36,14 +36,14 @@ class Generation:
     counts_y_first: bool
 
 
-GENERATIONS = {
-    "v2": Generation("TPU v2", 2, 1, 8, counts_y_first=True),
-    "v3": Generation("TPU v3", 2, 1, 16, counts_y_first=True),
-    "v4": Generation("TPU v4", 1, 2, 32, counts_y_first=True),
-    "v5e": Generation("TPU v5 lite", 1, 1, 16, counts_y_first=False),
-    "v5p": Generation("TPU v5", 1, 2, 95, counts_y_first=True),
-    "v6e": Generation("TPU v6 lite", 1, 1, 32, counts_y_first=False),
-    "v7x": Generation("TPU7x", 2, 1, 96, counts_y_first=True),
+EMULATED_GENERATIONS = {
+    "v2": EmulatedGeneration("TPU v2", 2, 1, 8, counts_y_first=True),
+    "v3": EmulatedGeneration("TPU v3", 2, 1, 16, counts_y_first=True),
+    "v4": EmulatedGeneration("TPU v4", 1, 2, 32, counts_y_first=True),
+    "v5e": EmulatedGeneration("TPU v5 lite", 1, 1, 16, counts_y_first=False),
+    "v5p": EmulatedGeneration("TPU v5", 1, 2, 95, counts_y_first=True),
+    "v6e": EmulatedGeneration("TPU v6 lite", 1, 1, 32, counts_y_first=False),
+    "v7x": EmulatedGeneration("TPU7x", 2, 1, 96, counts_y_first=True),
 }
 """By short name.
 
@@ -55,8 +55,8 @@ documentation, of which libtpu keeps a small part for itself.
 
 
 @dataclass(frozen=True)
-class Host:
-    """The chips of a host.
+class EmulatedHost:
+    """The chips of the emulated host.
 
     Attributes:
         generation: of the chips.
@@ -64,12 +64,12 @@ class Host:
         dev: the name of this host's devices; processes with the same name share the chips.
     """
 
-    generation: Generation
+    generation: EmulatedGeneration
     shape: Shape
     dev: str
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Host:
+    def read(cls, environ: Mapping[str, str]) -> EmulatedHost:
         """Read the description of this host.
 
         Raises:
@@ -83,7 +83,7 @@ class Host:
                 "for example, before the program starts",
             )
         match = re.fullmatch(r"(\w+):(\d)x(\d)x(\d)", text, re.ASCII)
-        generation = GENERATIONS.get(match[1]) if match else None
+        generation = EMULATED_GENERATIONS.get(match[1]) if match else None
         if match is None or generation is None:
             raise PjrtError(
                 Code.FAILED_PRECONDITION,
@@ -154,7 +154,7 @@ class Topology:
     addresses: tuple[str, ...]
 
     @classmethod
-    def read(cls, environ: Mapping[str, str], host: Host) -> Topology:
+    def read(cls, environ: Mapping[str, str], host: EmulatedHost) -> Topology:
         """Read the variables of this process.
 
         Raises:
@@ -176,7 +176,7 @@ class Topology:
         read._check(environ, host)
         return read
 
-    def _check(self, environ: Mapping[str, str], host: Host) -> None:
+    def _check(self, environ: Mapping[str, str], host: EmulatedHost) -> None:
         each, here = math.prod(self.chips), host.chips * self.sharing
         if len(self.visible) != each or max(self.visible) >= here:
             raise _refused(environ, VISIBLE, f"the {each} of {here} chips that {CHIPS[0]} describes")
@@ -193,12 +193,12 @@ class Topology:
         """The port of this process."""
         return self.addresses[self.task].rpartition(":")[2]
 
-    def devices(self, host: Host) -> tuple[int, ...]:
+    def devices(self, host: EmulatedHost) -> tuple[int, ...]:
         """Return this process's devices, by their numbers on the host: all of one chip, then the next."""
         each = host.generation.cores // self.sharing
         return tuple(first * each + core for first in self.visible for core in range(each))
 
-    def places(self, host: Host) -> tuple[Coordinates, ...]:
+    def places(self, host: EmulatedHost) -> tuple[Coordinates, ...]:
         """Return where the devices of this process are, in the order of `devices`.
 
         A chip that is not part of the box that the bounds describe is counted as if the box were repeated
@@ -214,7 +214,7 @@ class Topology:
             places.append((x, y, z, core))
         return tuple(places)
 
-    def _origin(self, host: Host, size: list[int]) -> list[int]:
+    def _origin(self, host: EmulatedHost, size: list[int]) -> list[int]:
         """Return the coordinates of this host's first chip. Hosts count along x first."""
         # The processes' box may be smaller than a host, if they use some of its chips.
         hosts = [max(1, all_ // here) for all_, here in zip(size, host.shape, strict=True)]

@@ -62,7 +62,7 @@ _AREA_WORDS = _TEXT + TEXT_BYTES // _WORD
 
 
 @dataclass
-class Run:
+class CollectiveRun:
     """Collectives of one group that a program calls without another group's in between.
 
     Attributes:
@@ -291,7 +291,7 @@ class Agreement:
         if circle := _circle(blocked, replica):
             raise self._waiting([(member, programs[member][0]) for member in circle])
 
-    def _runs(self, replica: int) -> list[Run]:
+    def _runs(self, replica: int) -> list[CollectiveRun]:
         """Return the runs of a replica's program; none while it writes them."""
         words, area = self._words, self._area(replica)
         version, count = words[area], words[area + 1]
@@ -299,9 +299,9 @@ class Agreement:
         # What was read while the replica wrote may be a mixture of two programs.
         if version % 2 or words[area] != version:
             return []
-        return [Run(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+        return [CollectiveRun(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
 
-    def _reached(self, replica: int, group: int, programs: dict[int, list[Run]]) -> int:
+    def _reached(self, replica: int, group: int, programs: dict[int, list[CollectiveRun]]) -> int:
         """Return the number of the collective of a group that a replica gets to without the others."""
         runs = programs.get(replica, [])
         for number, run in enumerate(runs):
@@ -319,7 +319,7 @@ class Agreement:
             self._groups[group] = [int(part) for part in text.split(", ")] if text[:1].isdigit() else []
         return self._groups[group]
 
-    def _waiting(self, circle: Sequence[tuple[int, Run]]) -> PjrtError:
+    def _waiting(self, circle: Sequence[tuple[int, CollectiveRun]]) -> PjrtError:
         parts = []
         for (member, run), (other, _) in zip(circle, [*circle[1:], circle[0]], strict=True):
             place = self._place(member, run.group)

@@ -15,7 +15,7 @@ from polyxla.plugin import (
     LibtpuReleases,
     pip_install,
 )
-from polyxla_bridge.libtpu.topology import GENERATIONS as EMULATED
+from polyxla_bridge.libtpu.topology import EMULATED_GENERATIONS
 from polyxla_bridge.plugin_client.plugin import Option
 from polyxla_tools.fits.compile_process import Cost
 
@@ -143,7 +143,7 @@ class TargetTpu:
     @property
     def memory_bytes(self) -> int:
         """HBM of a device: of a chip, and on v2, v3 and tpu7x of one of its two cores."""
-        return EMULATED[self.accelerator.generation].memory_gib << 30
+        return EMULATED_GENERATIONS[self.accelerator.generation].memory_gib << 30
 
     def estimate_s(self, cost: Cost) -> float | None:
         """Return the shortest time that a program can take on a device, in seconds; None if it is not known.
