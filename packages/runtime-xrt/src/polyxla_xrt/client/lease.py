@@ -210,8 +210,6 @@ def _check_cores(asked: int, there: int, address: str) -> None:
         set_to = snapshot().get(TPU_NUM_DEVICES)
         raise UsageError(
             f"the job needs {asked} cores, but the worker at {address} has {there}",
-            where=f"{TPU_NUM_DEVICES}={set_to}"
-            if set_to
-            else f"{TPU_NUM_DEVICES} is unset, which means {asked}",
+            where=f"{TPU_NUM_DEVICES}={set_to}" if set_to else f"the default of {TPU_NUM_DEVICES}, {asked}",
             fix=f"Set {TPU_NUM_DEVICES}={there}, or start the worker with --devices {asked}.",
         )

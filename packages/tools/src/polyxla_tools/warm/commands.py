@@ -123,7 +123,8 @@ def _choose(environ: dict[str, str], runtime: str | None) -> tuple[str, dict[str
     if not modules:
         raise UsageError(
             f"runtime {selection.runtime!r} has no process that could be prepared",
-            where=selection.reason,
+            # Nobody has set a runtime that was chosen because it runs anywhere.
+            where=None if selection.implicit else selection.reason,
             fix="Leave it to start cold; runtime pjrt starts warm.",
         )
     return selection.runtime, prepared, tuple(modules)
