@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+from polyxla_pod.folding import FoldedLine
 from polyxla_pod.pipeline import HostProgress, HostState
-from polyxla_pod.screens import chosen_rows, host_table
+from polyxla_pod.screens import LiveScreen, chosen_rows, host_table
 from polyxla_testing.processes import wait_for_end_of
 
 if TYPE_CHECKING:
@@ -71,6 +72,13 @@ def test_hosts_that_do_not_run_or_are_behind_come_first() -> None:
     file = console.file
     assert isinstance(file, io.StringIO)
     assert "97 more  97 running" in file.getvalue()
+
+
+def test_lines_are_shown_as_they_were_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = LiveScreen([HostState("a")])
+    screen.show(FoldedLine("out", "step:100: [red]loss", hosts=[0]))
+    screen.close()
+    assert "[w0] step:100: [red]loss\n" in capsys.readouterr().out
 
 
 def test_a_job_ends_with_its_terminal(stand_in: Pod) -> None:

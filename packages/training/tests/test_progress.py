@@ -105,9 +105,15 @@ def _read_to_end(terminal: int) -> str:
     ("steps", "last"),
     [
         pytest.param(
-            2, r"epoch 2/2 ━+ 4/4 .* it/s  lr 0\.01 to 0\.1  loss 0\.25  val_loss 0\.5", id="known-length"
+            2,
+            r"epoch 2/2 ━+ 4/4 .* it/s  lr 0\.01 to 0\.1  loss 0\.25  val_loss 0\.5  loss\[test\] 0\.5",
+            id="known-length",
         ),
-        pytest.param(None, r"training .+ 4/\? .* it/s  loss 0\.25  val_loss 0\.5", id="unknown-length"),
+        pytest.param(
+            None,
+            r"training .+ 4/\? .* it/s  loss 0\.25  val_loss 0\.5  loss\[test\] 0\.5",
+            id="unknown-length",
+        ),
     ],
 )
 def test_on_a_terminal_there_is_a_bar(steps: int | None, last: str) -> None:

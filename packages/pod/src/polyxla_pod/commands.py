@@ -130,6 +130,7 @@ def _run(job: PodJob, transport: Transport, as_json: bool) -> int:
         recorder.close(error.exit_code, [str(error)])
         raise
     finally:
+        # This runs after a signal as well: the live table has hidden the terminal's cursor.
         screen.close()
     failures = [failure.text for failure in result.failures]
     recorder.close(result.exit_code, failures)
@@ -143,6 +144,7 @@ def _run(job: PodJob, transport: Transport, as_json: bool) -> int:
 def _find_transport(name: str, target: Target) -> Transport:
     from polyxla.plugin import load_everything
 
+    # All plugins are loaded, because any of them may bring the transport.
     found: Transport | None = load_everything().hook.polyxla_pod(transport=name, target=target)
     if found is None:
         raise UsageError(

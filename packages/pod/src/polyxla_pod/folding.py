@@ -75,6 +75,7 @@ class Folder:
     def take(self, now_s: float, *, everything: bool = False) -> list[FoldedLine]:
         """Return the lines that need not wait any longer, in order."""
         taken = []
+        # A complete line waits for those before it, so that the lines of a host keep their order.
         while self._waiting and (everything or self._is_due(self._waiting[0], now_s)):
             line = self._waiting.popleft()
             same = self._same[line.stream, line.text]
@@ -182,6 +183,7 @@ class Tracebacks:
 
         None if there is none, or if it was shown.
         """
+        # The sort is stable: real errors come first, in the order in which their hosts ended.
         ranked = sorted(self._last, key=lambda held: held.is_consequence)
         # If it was shown when it arrived, a second copy would hide the failure.
         if not ranked or ranked[0].was_shown:

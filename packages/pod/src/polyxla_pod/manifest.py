@@ -143,6 +143,7 @@ def _check_name(name: str, hosts: int) -> None:
 
 def as_yaml(manifest: Mapping[str, Any]) -> str:
     """Return a manifest as YAML."""
+    # Imported here, because only this command needs it.
     import yaml
 
     text: str = yaml.safe_dump(dict(manifest), sort_keys=False, default_flow_style=False)

@@ -61,6 +61,7 @@ def decode(line: bytes) -> HostMessage | None:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
+        # A line with thousands of brackets raises RecursionError.
         return None
     return HostMessage(str(content.pop("polyxla_pod")), content)
 
@@ -118,6 +119,7 @@ def _fits(value: Any, shape: Any) -> bool:
 def _items_fit(values: dict[str, Any], shape: dict[Any, Any]) -> bool:
     if str in shape:
         return all(_fits(item, shape[str]) for item in values.values())
+    # Further items are allowed: a newer host may send more than this launcher reads.
     return all(name in values and _fits(values[name], of) for name, of in shape.items())
 
 

@@ -50,7 +50,8 @@ class LiveScreen:
         from rich.live import Live
 
         self._states = states
-        self._console = Console(highlight=False, markup=False)
+        # Lines are shown as they are: by default, rich makes an emoji of ":100:".
+        self._console = Console(highlight=False, markup=False, emoji=False)
         self._live = Live(
             get_renderable=self._table,
             console=self._console,

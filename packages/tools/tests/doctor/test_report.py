@@ -36,6 +36,11 @@ def test_problems_come_last(facts: Facts) -> None:
     assert findings[-1].found == "the TPU is in use: process 7 (python train.py) has /dev/accel0 open"
 
 
+def test_the_table_shows_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    report.print_findings([Finding(Status.OK, "runtime", "train.py:100: [red]")])
+    assert "train.py:100: [red]" in capsys.readouterr().out
+
+
 def test_the_table_has_a_line_for_each_and_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
     report.print_findings(FINDINGS)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from polyxla import UsageError
 from polyxla.plugin import GENERATIONS
@@ -318,6 +320,14 @@ def test_the_reason_of_an_abort_is_found_in_the_log() -> None:
     assert fatal_line(log) == "Attempting to fetch value"
     assert fatal_line("one\nlast") == "last"
     assert fatal_line("") == "it printed nothing"
+
+
+def test_a_terminal_shows_the_scripts_arguments_as_they_are() -> None:
+    status = Console(file=io.StringIO(), force_terminal=True).status("")
+    display = PhaseDisplay(status)
+    display.phase("running train.py --layers [relu] [/tmp]")
+    display.detail("train.py:100: sum")
+    assert str(status.status) == "running train.py --layers [relu] [/tmp]: train.py:100: sum"
 
 
 @pytest.mark.parametrize("largest", [0, 1, 3, 8, 16, 24, 1000, 1024])

@@ -19,5 +19,5 @@ optimizer = torch.optim.SGD(groups) if steps_per_epoch else torch.optim.SGD([fir
 progress = ProgressListener(2, steps_per_epoch, LoggedValues(every_n_steps=1), optimizer)
 for step in range(1, 5):
     progress.polyxla_step_finished(step=step, logged={"loss": 1 / step})
-progress.polyxla_metrics_ready(step=4, metrics={"val_loss": 0.5})
+progress.polyxla_metrics_ready(step=4, metrics={"val_loss": 0.5, "loss[test]": 0.5})
 progress.polyxla_replica_stopped()

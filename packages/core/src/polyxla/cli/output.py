@@ -54,4 +54,5 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         table.add_row(*(str(cell) for cell in row))
     # Files and pipes have no width to fit, and folded cells are hard to search.
     width = None if sys.stdout.isatty() else 200
-    Console(width=width, highlight=False, markup=False).print(table)
+    # Without emoji=False, rich makes an emoji of ":100:" in a line or a path.
+    Console(width=width, highlight=False, markup=False, emoji=False).print(table)

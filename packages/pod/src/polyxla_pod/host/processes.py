@@ -59,6 +59,7 @@ class CommandGroup:
             list(command),
             env=dict(environ),
             cwd=directory,
+            # The launcher's messages come by this process's input, which the command must not read.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -193,6 +194,7 @@ class Unpacking:
     """
 
     def __init__(self, directory: Path) -> None:
+        # tar requires that the directory exists.
         directory.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             ["tar", "-xzf", "-", "-C", str(directory)],  # noqa: S607  found by the PATH of the host

@@ -336,6 +336,7 @@ class HostSession:
                 rest = rest[LONGEST_LINE_BYTES:]
             self._lines[stream] = rest
         else:
+            # Backpressure may have unregistered it before.
             if fd in {key.fd for key in self._selector.get_map().values()}:
                 self._selector.unregister(fd)
             del self._streams[stream]
@@ -367,6 +368,7 @@ def _environ(environ: Mapping[str, str]) -> dict[str, str]:
     # A command such as `python train.py` then finds the Python with polyxla, without an activated
     # environment.
     path = f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', os.defpath)}"
+    # Python buffers what it prints to a pipe: lines would arrive late, and be lost with a killed process.
     return {**own, "PATH": path, "PYTHONUNBUFFERED": "1", **environ}
 
 

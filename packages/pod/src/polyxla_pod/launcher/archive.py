@@ -40,14 +40,17 @@ def pack(directory: Path, file: IO[bytes]) -> None:
     # Level 1, because the network is often faster than a better compression.
     with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
         for name in sorted(_names(directory)):
+            # Not recursive, because `_names` lists the content of directories, without what is left out.
             archive.add(directory / name, arcname=name, recursive=False)
 
 
 def _names(directory: Path) -> Iterator[str]:
+    # Without -z, git would quote names with letters beyond ASCII.
     command = ["git", "-C", str(directory), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIST_S)
     except (OSError, subprocess.SubprocessError):
+        # There is no git here, or the directory is in no repository.
         for path in directory.rglob("*"):
             name = path.relative_to(directory)
             if not _LEFT_OUT.intersection(name.parts):

@@ -140,6 +140,7 @@ class Attempt:
             return failures
         if self._job.starts_workers and (failures := await self._start_workers()):
             return failures
+        # From here on, a host whose connection is lost may go on running the command for a while.
         self._has_started = True
         # The launches on the hosts recognise each other by this secret. It is new for each start, so that
         # processes left from an earlier start cannot join; the user's own secret wins.

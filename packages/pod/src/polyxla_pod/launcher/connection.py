@@ -106,6 +106,7 @@ class LocalProcess(asyncio.SubprocessProtocol):
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         """Pass on the last line, which has no end."""
+        # asyncio also reports the end of the input, which has no lines.
         if fd in self._rest:
             self._pass_on(fd, self._rest[fd])
             _finish(self.closed if fd == 1 else self.errors_closed)

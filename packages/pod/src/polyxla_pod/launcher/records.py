@@ -49,6 +49,7 @@ class Recorder:
     def __init__(self, directory: Path, description: dict[str, Any], states: Sequence[HostState]) -> None:
         self.id = f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         self._directory = directory / self.id
+        # The log may contain what no other user should read.
         self._directory.mkdir(parents=True, mode=0o700)
         _remove_old(directory)
         self._lock = (self._directory / "lock").open("w")
@@ -114,6 +115,7 @@ def is_running(directory: Path) -> bool:
     """Return whether a job's launcher lives."""
     try:
         with (directory / "lock").open() as lock:
+            # Shared, so that two commands that ask at the same time do not take each other for the launcher.
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -129,6 +131,7 @@ def read_all(directory: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
+            # Another launcher may just have removed this record.
             continue
         found.append({**record, "running": is_running(path.parent)})
     return sorted(found, key=lambda record: float(record["started"]))

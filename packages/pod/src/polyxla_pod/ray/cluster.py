@@ -88,6 +88,7 @@ def find_slices(nodes: Iterable[Mapping[str, Any]]) -> list[Slice]:
     """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for node in nodes:
+        # Ray also lists the nodes that have left the cluster.
         if node["Alive"] and node["Resources"].get(CHIPS):
             found.setdefault(node["Labels"].get(SLICE_LABEL) or node["NodeID"], []).append(node)
     return [_slice(name, found[name]) for name in sorted(found)]
@@ -111,6 +112,7 @@ def choose(slices: Sequence[Slice], name: str | None, kind: str | None) -> Slice
     fitting = [found for found in slices if name in (None, found.name) and kind in (None, found.type)]
     if not fitting:
         raise UsageError("the Ray cluster has no such TPU", where=where, fix=f"It has {there}.")
+    # An incomplete slice counts only if no other fits; the error then says what is missing.
     if whole := [found for found in fitting if not found.problem()]:
         fitting = whole
     if len(fitting) > 1:

@@ -73,6 +73,7 @@ class _AttemptThread:
 
     def run(self) -> Sequence[JobFailure]:
         """Run it; return the failures, the first one first. An interrupt ends all hosts, then goes on."""
+        # A daemon, so that hosts that cannot be ended do not keep the driver from ending.
         threading.Thread(target=self._main, name="polyxla-pod", daemon=True).start()
         try:
             self._is_over.wait()

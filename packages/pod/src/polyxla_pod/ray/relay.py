@@ -34,6 +34,7 @@ def main(path: str, host: str, *program: str) -> None:
             if connection.fileno() in ready:
                 if data := connection.recv(READ_BYTES):
                     while data:
+                        # A pipe may take only a part.
                         data = data[os.write(sys.stdout.fileno(), data) :]
                 else:
                     return

@@ -73,6 +73,7 @@ class Broker:
 
     def _run(self) -> None:
         self._loop.run_forever()
+        # Cancelled tasks need the loop once more: their `finally` ends the actors.
         if tasks := asyncio.all_tasks(self._loop):
             for task in tasks:
                 task.cancel()
@@ -93,6 +94,7 @@ class Broker:
 
         header = json.loads(await reader.readline())
         host: int = header["host"]
+        # Set before the program starts, because `outcome` may be called as soon as the host has ended.
         outcome = self._outcomes[host] = Future()
         actor = None
         try:

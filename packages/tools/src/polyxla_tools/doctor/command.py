@@ -35,6 +35,7 @@ def doctor(
 
     Exit code 1: there is a problem.
     """
+    # Imported here, because every command of polyxla loads this module.
     from polyxla_tools.doctor import report
     from polyxla_tools.doctor.examination import attempt, examine, gather
     from polyxla_tools.doctor.findings import Status

@@ -54,6 +54,7 @@ def gather_packages(environ: Mapping[str, str]) -> PackageFacts:
     """
     versions = {
         name: found.version
+        # Of two distributions with one name, Python imports the first on the path: it must be set last.
         for found in reversed([*importlib.metadata.distributions()])
         if (name := _name(found))
     }

@@ -37,7 +37,9 @@ def print_findings(findings: Sequence[Finding]) -> None:
     for finding in findings:
         text = f"{finding.found}\n→ {finding.fix}" if finding.fix else finding.found
         table.add_row(Text(finding.status, style=STYLES[finding.status]), finding.subject, text)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    width = None if sys.stdout.isatty() else _WIDTH
+    # Without emoji=False, rich makes an emoji of ":100:" in a path or an error.
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
     console.print(table)
     console.print(summary(findings))
 

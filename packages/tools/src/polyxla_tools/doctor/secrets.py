@@ -64,6 +64,7 @@ def scrubbed(text: str, environ: Mapping[str, str]) -> str:
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, HIDDEN)
     home = environ.get("HOME", "").rstrip("/")
+    # The slash keeps /home/me from being replaced in /home/media.
     return _hidden(re.sub(rf"{re.escape(home)}(?=/)", "~", text) if home else text)
 
 

@@ -173,6 +173,7 @@ def check_trial(outcome: TrialResult) -> list[Finding]:
     if outcome.error is not None:
         fix = f"Run it without a deadline, to see all its lines: {_by_hand(outcome.plan)}"
         return [problem("trial", f"{what} failed: {outcome.error}".removesuffix("."), fix)]
+    # Each replica adds its ordinal plus one, since an ordinal of 0 would not show in the sum.
     right = count * (count + 1) / 2
     wrong = [replica["total"] for replica in outcome.replicas if replica["total"] != right]
     if wrong or len(outcome.replicas) != count:

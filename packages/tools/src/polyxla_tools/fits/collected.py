@@ -48,6 +48,7 @@ def _outermost(stack: list[Frame]) -> str | None:
     return show(users[-1]) if users else None
 
 
+# Stacks repeat the same few files, and each is compared with every entry of `sys.path`.
 @functools.cache
 def is_users(file: str) -> bool:
     """Return whether a file belongs to neither Python nor a library between the script and the device."""
@@ -138,11 +139,13 @@ class Logs:
     def read(self) -> bool:
         """Read what the processes have written since the last call; return whether a program is new."""
         count = sum(map(len, self.asked.values()))
+        # Sorted, because the order of the processes decides in which order the programs are listed.
         for path in sorted(self._directory.glob(f"*{recording.LOG}")):
             quiet = self._quiet.setdefault(path, Counter())
             for line in self._new_lines(path):
                 if "compiled" in line:
                     self._compiled(path, line)
+                    # The steps without a new program are counted from here on again.
                     quiet.clear()
                 else:
                     quiet[line["executed"], line["device"]] += 1
@@ -229,6 +232,7 @@ def _program(directory: Path, logs: Logs, alike: list[str]) -> CollectedProgram:
             or innermost_user_line(logs.mains[first])
         ),
         operation=name.removeprefix(OPERATION) if name.startswith(OPERATION) else None,
+        # The script may have been stopped when one device was a step ahead of the others.
         executions=max(counts.values(), default=0),
         variants=len(alike),
         hlo=path,

@@ -80,6 +80,7 @@ def fits(
 
 def finish(checker: ScriptChecker, script: CheckedScript, largest: int | None, as_json: bool) -> int:
     """Print whether the script fits, and return the exit code."""
+    # Imported here, because it needs the bridge, whose absence `prepare` reports first.
     from polyxla_tools.fits import report
 
     if as_json:
@@ -216,6 +217,7 @@ class ScriptChecker:
             return not is_too_large
 
         largest = largest_fitting(is_fitting, first)
+        # If none fits, the smallest size shows best what is in the way.
         return tried[largest or min(tried)], largest
 
     def _left(self) -> float:
@@ -277,20 +279,27 @@ class PhaseDisplay:
         if self._status is None:
             say(text)
         else:
-            self._status.update(text)
+            self._update(text)
 
     def detail(self, text: str) -> None:
         """Show how far the phase is; on a terminal only."""
         if self._status is not None:
-            self._status.update(f"{self._phase}: {text}")
+            self._update(f"{self._phase}: {text}")
+
+    def _update(self, text: str) -> None:
+        from rich.text import Text
+
+        # A status reads a str as markup, whatever its console does, and fails at [/tmp] in an argument.
+        self._status.update(Text(text))
 
 
 @contextmanager
 def phase_display() -> Iterator[PhaseDisplay]:
     """Show phases until the end of the block."""
+    # Imported here, because every command of polyxla loads this module.
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = Console(stderr=True)
     if not console.is_terminal:
         yield PhaseDisplay()
         return

@@ -69,6 +69,7 @@ class TopologyCompiler:
 
     def __init__(self, library: Path, topology: str, options: Mapping[str, Option]) -> None:
         self._call = plugin.load(library).call
+        # The variables keep the memory alive that the call reads by its address.
         name, values = Text(topology), NamedValues(options)
         self._topology = self._call(
             "TopologyDescription_Create",
@@ -129,6 +130,7 @@ def main() -> None:
     """Serve until the end of the input."""
     library, topology, options = sys.argv[1:]
     # libtpu also prints on standard output, which would break the lines of JSON.
+    # Lines are flushed, because the reader waits for each answer.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:

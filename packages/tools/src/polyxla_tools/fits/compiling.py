@@ -142,6 +142,7 @@ class CompileProcess:
         return self._sizes[type_]
 
     def _compile(self, module: Path, options: Path, timeout_s: float) -> dict[str, Any] | None:
+        # This is the first program, or the first one after libtpu has ended its process.
         if self._process is None:
             self._start()
         return self._ask([str(module), str(options)], timeout_s)
@@ -178,6 +179,7 @@ class CompileProcess:
                 process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
+            # The process has ended after its last answer. The caller asks for its exit code.
             line = ""
         finally:
             timer.cancel()
@@ -208,6 +210,7 @@ def fatal_line(log: str) -> str:
 
     Source: the format is abseil's, ``F1123 05:22:07.685228 10092 file.cc:89] text``.
     """
+    # A stack trace follows the fatal line, so the last line alone explains nothing.
     fatal = re.findall(r"^F\d{4} [^\]]*\] (.*)", log, re.MULTILINE)
     lines = log.strip().splitlines()
     return str(fatal[0]) if fatal else lines[-1] if lines else "it printed nothing"

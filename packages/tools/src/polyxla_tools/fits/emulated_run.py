@@ -67,6 +67,7 @@ class EmulatedRun:
             process = subprocess.Popen(
                 [sys.executable, "-m", "polyxla", "run", *self.command],
                 env=self.environ(environ, directory),
+                # A script that asks a question fails at once, instead of waiting until the time is over.
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -77,6 +78,7 @@ class EmulatedRun:
                 is_settled = self._wait(process, logs, output, detail)
             finally:
                 end_group(process)
+        # The processes may have written more after the last turn of the loop.
         logs.read()
         # A script that was stopped on purpose ends with a signal, which is not a failure.
         self._check(0 if is_settled else process.returncode, logs, output)
@@ -149,6 +151,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)
     with suppress(ProcessLookupError):
+        # The script has ended, but loader workers that ignore SIGTERM are still in its group.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(GRACE_S)
 

@@ -118,6 +118,7 @@ def as_text(target: TargetTpu, version: str, script: CheckedScript) -> Iterator[
     memory = binary(target.memory_bytes)
     yield f"{kind.name}: {devices} with {memory} of HBM each (compiled by libtpu {version})"
     compiled = [checked for checked in script.programs if checked.result.cost is not None]
+    # By id, because a program holds dictionaries and so cannot be hashed.
     listed = {
         id(checked) for checked in sorted(compiled, key=_needed)[-LISTED:] if _needed(checked) >= SMALL_BYTES
     }

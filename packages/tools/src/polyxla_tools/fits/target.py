@@ -80,6 +80,7 @@ def installed_framework() -> Framework:
     Raises:
         UsageError: none is, or both are.
     """
+    # Not imported: that takes seconds, and this process computes nothing.
     found = [framework for framework in _ALL if importlib.util.find_spec(framework.module)]
     if len(found) == 1:
         return found[0]

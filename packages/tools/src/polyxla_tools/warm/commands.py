@@ -45,6 +45,7 @@ def on(
     with plain_errors(as_json):
         environ = env.snapshot()
         runtime, prepared, modules = _choose(environ, runtime)
+        # One process that fits is enough; others may be prepared for other variables.
         if None in misfits(prepared, modules):
             line = "warm: a process for this environment is ready already"
             _print(line, {"runtime": runtime, "started": False}, as_json)

@@ -113,6 +113,7 @@ def own_state() -> dict[str, Any]:
         "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
         "ignored": [number for number in _signals() if signal.getsignal(number) is signal.SIG_IGN],
+        # Blocking no further signal returns the mask unchanged.
         "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
 
@@ -143,6 +144,7 @@ def take_state(state: Mapping[str, Any]) -> None:
             signal.default_int_handler if number == signal.SIGINT and handler is signal.SIG_DFL else handler
         )
         signal.signal(number, usual)
+    # Last, so that a pending signal that the mask lets through finds the program's handler.
     signal.pthread_sigmask(signal.SIG_SETMASK, state["blocked"])
 
 

@@ -96,6 +96,7 @@ def _killed_unless_ready(process: subprocess.Popen[bytes]) -> Any:
     try:
         yield
     except BaseException:
+        # This includes Ctrl-C: a process that was not reported would stay until it is idle.
         process.kill()
         process.wait()
         raise

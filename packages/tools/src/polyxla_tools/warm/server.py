@@ -212,6 +212,7 @@ class Server:
             with contextlib.suppress(Exception), self._accept() as connection:
                 return self._answer(connection)
         elif ready.fileno() >= 0:
+            # `reap` may have closed this connection earlier in the same turn, as its process has ended.
             self._forks.read(ready)
         return None
 
@@ -322,6 +323,7 @@ class Server:
                 opened.close()
 
     def _status(self) -> Message:
+        # Pss counts only this process's part of the pages that it shares with its forks.
         rollup = Path("/proc/self/smaps_rollup").read_text().split()
         return {
             "pid": os.getpid(),

@@ -48,6 +48,7 @@ def find_sockets(environ: Mapping[str, str]) -> list[Path]:
         UsageError: the directory is not private.
     """
     directory = socket_directory(environ)
+    # A link to nothing does not exist either, but must be refused as any other link.
     if not directory.is_symlink() and not directory.exists():
         return []
     _check_private(directory)
@@ -128,6 +129,7 @@ def receive(connection: socket.socket) -> Message | None:
         OSError: nothing arrived in time.
     """
     head = _read(connection, _LENGTH.size)
+    # The length comes from outside, so it is checked before that much is read.
     if not head or _LENGTH.unpack(head)[0] > LONGEST_BYTES:
         return None
     try:

@@ -156,7 +156,8 @@ class _Bar:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[rate]}{task.fields[numbers]}"),
+            # Without markup=False, a metric called "loss[val]" would lose the end of its name.
+            TextColumn("{task.fields[rate]}{task.fields[numbers]}", markup=False),
         )
         self._epochs, self._per_epoch, self._optimizer = epochs, steps_per_epoch, optimizer
         self._progress: RichProgress = Progress(*columns, console=Console(stderr=True))
