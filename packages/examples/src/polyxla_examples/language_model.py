@@ -82,6 +82,7 @@ class MaskedModel(nn.Module):
 
 def corrupted(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Return what the model reads: of the hidden bytes most are masked, some random, some as they were."""
+    # Drawn on the device, so that no step waits for numbers from the host.
     draw = torch.rand(tokens.shape, device=tokens.device)
     random = torch.randint(BYTES, tokens.shape, device=tokens.device)
     visible = torch.where(hidden & (draw < MASK_SHARE), MASK, tokens)
@@ -145,6 +146,7 @@ def main(
             clip_norm=1.0,
         )
         module: Any = MaskedModel(width, layers, learning_rate=2e-3)
+        # A shorter last batch would be one more program to compile.
         loader = DataLoader(train, batch_size, shuffle=True, drop_last=True)
         started = time.perf_counter()
         bits = trainer.fit(module, loader, DataLoader(val, 128))["val_bits"]

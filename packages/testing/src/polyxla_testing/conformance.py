@@ -80,6 +80,7 @@ class RuntimeConformance:
 
     def test_a_tensor_of_the_device_can_be_returned(self, runtime: RuntimeUnderTest) -> None:
         results = runtime.launch(_return_tensors, devices=self.devices)
+        # A single replica may run in this process, where its tensors can stay on the device.
         if len(results) > 1:
             assert {tensor.device.type for pair in results for tensor in pair} == {"cpu"}
         values = [[tensor.detach().cpu().tolist() for tensor in pair] for pair in results]
@@ -151,6 +152,7 @@ class _Broken:
 
 
 def _read_broken_loader(replica: Replica) -> int:
+    # An error in the thread that reads ahead must reach the loop, and not only end it early.
     return len(list(replica._replication.upload(iter(_Broken()), {})))
 
 

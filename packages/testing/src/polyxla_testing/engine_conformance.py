@@ -122,6 +122,7 @@ class EngineConformance:
     )
     def test_arrays_of_every_dtype_return_unchanged(self, open_engine: OpenEngine, dtype: str) -> None:
         engine = open_engine(1)
+        # NumPy has no bfloat16, no float8 and no int4; ml_dtypes adds them.
         host = np.array([[1, 2, 1], [1, 1, 2]]).astype(getattr(ml_dtypes, dtype, None) or dtype)
         buffer = upload(engine, host)
         assert buffer.type == ArrayType(dtype, (2, 3))
@@ -284,6 +285,7 @@ class EngineConformance:
         assert download(engine, buffer).size == 1 << 20
         assert engine.memory_stats(engine.devices[0])["bytes_in_use"] - before == 1 << 20
         engine.delete(buffer)
+        # An engine may free the memory after the call, in the order of its device's queue.
         deadline = time.monotonic() + TIMEOUT_S
         while engine.memory_stats(engine.devices[0])["bytes_in_use"] > before:
             assert time.monotonic() < deadline

@@ -108,12 +108,14 @@ class _Meeting:
         self._is_aborted = False
 
     def __reduce__(self) -> tuple[object, ...]:
+        # Locks cannot be pickled. Only a job of one replica is sent to a process, so nobody else meets here.
         return (_Meeting, (self.size,))
 
     def exchange(self, ordinal: int, value: Any, members: Sequence[int] = ()) -> list[Any]:
         """Wait for all members; return their values in ordinal order."""
         who = tuple(sorted(members)) or tuple(range(self.size))
         with self._lock:
+            # Under the lock, so that `abort` misses no barrier that is made at the same time.
             barrier, values = self._slots.setdefault(who, (threading.Barrier(len(who)), {}))
             if self._is_aborted:
                 barrier.abort()
@@ -158,6 +160,7 @@ def _run_threads(job: Job) -> list[Any]:
         try:
             results[world] = job.run(_Place(world, meeting))
         except BaseException as error:
+            # This includes SystemExit: the other replicas must not wait for one that has ended.
             failures.append(error)
             meeting.abort()
 
@@ -178,11 +181,13 @@ class _FakeReplication(Replication):
     kind = "FAKE"
 
     def __init__(self, place: _Place) -> None:
+        # Imported here, because discovery must not cost the time.
         import torch
 
         self.device = torch.device("cpu")
         self.world = place.world
         self._meeting = place.meeting
+        # Its own, because replicas are threads and share torch's generator.
         self._generator = torch.Generator()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
@@ -190,6 +195,7 @@ class _FakeReplication(Replication):
         return result
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        # Cloned, because the others may read it after this replica has gone on and changed it.
         return self._meeting.exchange(self.world.ordinal, tensor.clone())
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -198,6 +204,7 @@ class _FakeReplication(Replication):
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         tagged = self._meeting.exchange(self.world.ordinal, (tag, payload), replicas)
+        # Replicas that meet at different places would otherwise exchange values that do not belong together.
         if {other for other, _ in tagged} != {tag}:
             raise RuntimeError(f"replicas met under different tags: {[other for other, _ in tagged]}")
         return [other for _, other in tagged]

@@ -79,6 +79,7 @@ class PluginInstaller:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(entry_points)
+        # importlib lists a directory again only if its time has changed, which may be too coarse.
         importlib.invalidate_caches()
 
     def fake_runtime(self) -> None:
@@ -92,6 +93,7 @@ class PluginInstaller:
             keep: names of distributions that stay visible.
         """
         find, mine = importlib.metadata.entry_points, str(self.directory)
+        # What this test has installed itself stays visible: only plugins of other directories are hidden.
         dists = {
             point.dist
             for group in (RUNTIMES, PLUGINS, HOOKSPECS)
@@ -122,6 +124,7 @@ def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     directory = tmp_path / "site"
     directory.mkdir()
     monkeypatch.syspath_prepend(directory)
+    # Replicas and other processes that the test starts find the plugins by this variable.
     monkeypatch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
     yield PluginInstaller(directory)
     # The next test may install another module under the same name.
@@ -155,7 +158,9 @@ ENGINES_THREADS = "polyxla-read"
 
 def _still_running(before: set[threading.Thread], timeout_s: float = 5.0) -> list[threading.Thread]:
     deadline = time.monotonic() + timeout_s
+    # A thread may be about to end, such as one whose result the test has just read.
     while True:
+        # Daemon threads keep no process from ending, and libraries leave some behind.
         new = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
         left = [thread for thread in new if not thread.name.startswith(ENGINES_THREADS)]
         if not left or time.monotonic() > deadline:

@@ -104,6 +104,7 @@ def runtime_of(config: pytest.Config) -> str | None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave a marked test and its fixtures to the replicas."""
     if isinstance(item, pytest.Function) and _is_launched(item):
+        # The replicas make the fixtures; here, they would be made once more and never used.
         item.fixturenames = []
         # Not in a hook for the call: a method of unittest.TestCase has a way of its own.
         item.runtest = functools.partial(_run_on_replicas, item)  # type: ignore[method-assign]
@@ -124,6 +125,7 @@ def _run_on_replicas(item: pytest.Function) -> None:
         }
         _add_coverage(test)
         for text, category, file, line in test.warnings():
+            # Issued again here, so that this process's filters apply and its summary lists them.
             warnings.warn_explicit(text, _category(category), file, line)
     _judge(item, reports, error)
 
@@ -151,6 +153,7 @@ def _coverage() -> dict[str, Any] | None:
 def _add_coverage(test: ReplicaTest) -> None:
     """Add what was measured in the replicas to the data of this process."""
     measured = _measuring()
+    # A replica that was ended by a signal has saved nothing, and is missing here.
     for path in test.coverage_data() if measured else ():
         other = sys.modules["coverage"].CoverageData(str(path))
         other.read()
@@ -194,6 +197,7 @@ def _launch(item: pytest.Function, test: ReplicaTest) -> Exception | None:
     mark = item.get_closest_marker(MARK)
     assert mark
     try:
+        # Even a single replica needs a process of its own, because pytest already runs in this one.
         options = {"runtime": runtime_of(item.config), "start_method": "forkserver", **_options(mark)}
         launch(run_test, (test,), **options)
     except Exception as error:
@@ -236,6 +240,7 @@ def _judge(
     texts = _described(
         [(ordinal, report) for ordinal, own in reports.items() for report in own if report.failed]
     )
+    # That error only stands for a failure that a replica's report describes.
     if error and not (texts and isinstance(error, ReplicaTestFailedError)):
         texts.append(f"{type(error).__name__}: {error}")
     if texts:

@@ -120,6 +120,7 @@ def run_test(replica: Replica, test: ReplicaTest) -> None:
             where=test.node,
             fix="Let its name and its parameters not depend on when and where it is collected.",
         )
+    # Touched after the reports are written, because the others stop waiting for this replica then.
     (Path(test.folder) / f"{replica.ordinal}.ended").touch()
     deadline = time.monotonic() + SETTLE_S
     while session.has_failed and test.ended() < replica.world_size:
@@ -149,6 +150,7 @@ class _Session:
         try:
             code: int | pytest.ExitCode = config.hook.pytest_cmdline_main(config=config)
         finally:
+            # pytest.main does this too; the hook alone leaves captured streams and temporary files open.
             config._ensure_unconfigure()
         return code
 
@@ -173,6 +175,7 @@ class _Session:
         self._reports += 1
         part = Path(self._test.folder) / f"{self._replica.ordinal}-{self._reports}.part"
         part.write_text(json.dumps(data))
+        # Renaming is atomic: a replica that is killed while it writes leaves no half report behind.
         part.rename(part.with_suffix(".json"))
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
@@ -194,6 +197,7 @@ def _measured(ordinal: int, test: ReplicaTest) -> Iterator[None]:
         return
     import coverage
 
+    # coverage starts by itself in subprocesses if it is configured to, and measures this one already.
     if coverage.Coverage.current() is not None:
         yield
         return

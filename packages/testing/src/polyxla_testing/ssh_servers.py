@@ -25,6 +25,8 @@ def ssh_files(directory: Path, address: str, port: int) -> None:
     (directory / "sshd_config").write_text(
         f"ListenAddress {address}\nPort {port}\nHostKey {directory}/host_key\nPidFile none\n"
         f"AuthorizedKeysFile {directory}/user_key.pub\nPasswordAuthentication no\n"
+        # StrictModes would refuse keys in a directory that others may write to. By default, sshd drops
+        # connections once ten are being made at the same time.
         "StrictModes no\nUsePAM no\nMaxStartups 200\nPermitRootLogin prohibit-password\n"
     )
     (directory / "ssh_config").write_text(
@@ -46,6 +48,7 @@ def start_sshd(directory: Path, *prefix: str) -> subprocess.Popen[bytes]:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     file = directory / "sshd.log"
     with file.open("wb") as log:
+        # In the foreground, so that it can be ended by its process id, and with its log on standard error.
         command = [*prefix, SSHD, "-D", "-e", "-f", str(directory / "sshd_config")]
         server = subprocess.Popen(command, stderr=log)
 

@@ -64,7 +64,7 @@ def scrubbed(text: str, environ: Mapping[str, str]) -> str:
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, HIDDEN)
     home = environ.get("HOME", "").rstrip("/")
-    # The slash keeps /home/me from being replaced in /home/media.
+    # The slash protects the directory of a user whose name only begins with this user's.
     return _hidden(re.sub(rf"{re.escape(home)}(?=/)", "~", text) if home else text)
 
 
