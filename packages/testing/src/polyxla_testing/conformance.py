@@ -186,7 +186,9 @@ def _train(replica: Replica) -> tuple[float, float]:
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
         replica.step(optimizer)
+        # Detached, because the graph of each step would stay in memory.
         losses.append(loss.detach())
+    # Read after the loop, so that no step waits for the host.
     return losses[0].item(), losses[-1].item()
 
 

@@ -45,6 +45,7 @@ ENTRY main { x = f32[4] parameter(0) y = f32[4] parameter(1) s = f32[4] add(x, y
   ROOT t = (f32[4], f32[]) tuple(s, k) }"""
 DOUBLING = "HloModule doubling\nENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"
 ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
+# Runs long enough that whatever follows finds it running.
 SLOW = """HloModule slow
 body { p = (s32[], f32[4096]) parameter(0) i = s32[] get-tuple-element(p), index=0
   x = f32[4096] get-tuple-element(p), index=1 one = s32[] constant(1) j = s32[] add(i, one)
@@ -71,6 +72,7 @@ def upload(engine: Engine, host: Any, index: int = 0) -> Buffer:
     """Copy an array to a device."""
     array = np.asarray(host, order="C")
     type_ = ArrayType(array.dtype.name, array.shape)
+    # Flattened, because NumPy cannot view an array without dimensions as bytes.
     return engine.from_host(engine.devices[index], type_, array.reshape(-1).view(np.uint8).data)
 
 
@@ -93,6 +95,7 @@ def options_for(devices: list[int], partitions: int = 1) -> bytes:
     build = chosen.executable_build_options
     build.num_replicas, build.num_partitions = chosen.num_replicas, partitions
     build.use_spmd_partitioning = partitions > 1
+    # XLA's array has a row for each replica and a column for each partition.
     assignment = np.array(devices, np.int32).reshape(partitions, -1).T
     chosen.device_assignment = xla_client.DeviceAssignment.create(np.ascontiguousarray(assignment))
     serialized: bytes = chosen.SerializeAsString()
@@ -314,6 +317,7 @@ class EngineConformance:
         assert every.num_replicas == count
         for start in range(3):
             inputs = [upload(engine, ones(start + i), i) for i in range(count)]
+            # No call may block, because each execution waits for those of the other devices.
             results = [engine.execute(every, device, [inputs[device.index]]) for device in engine.devices]
             expected = sum(start + i for i in range(count))
             for total, rows in results:

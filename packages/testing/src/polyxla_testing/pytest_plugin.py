@@ -100,6 +100,7 @@ def runtime_of(config: pytest.Config) -> str | None:
     return config.getoption("--polyxla-runtime") or config.getini("polyxla_runtime") or None
 
 
+# First, because pytest's own hook makes the fixtures.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave a marked test and its fixtures to the replicas."""
@@ -176,6 +177,7 @@ def _test_of(item: pytest.Function, folder: str) -> ReplicaTest:
     shared = {
         name: value
         for name, value in given.items()
+        # Values of other types, such as open files, cannot be sent to a replica.
         if name not in UNSHARED and not name.startswith("cov") and isinstance(value, PLAIN)
     }
     where = {

@@ -81,6 +81,7 @@ class ReplicaTest:
     def reports(self) -> dict[int, list[dict[str, Any]]]:
         """Return each replica's reports, as pytest serialises them, in the order in which they were made."""
         found: dict[int, list[dict[str, Any]]] = {}
+        # Not by name, in which the tenth report would come before the second.
         for path in sorted(Path(self.folder).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
             found.setdefault(int(path.name.partition("-")[0]), []).append(json.loads(path.read_text()))
         return dict(sorted(found.items()))
@@ -88,6 +89,7 @@ class ReplicaTest:
     def warnings(self) -> list[tuple[str, str, str, int]]:
         """Return the replicas' warnings, each once: text, category, file and line."""
         lines = [line for path in self._files("warnings") for line in path.read_text().splitlines()]
+        # Most warnings are those of all replicas.
         return [tuple(json.loads(line)) for line in dict.fromkeys(lines)]
 
     def coverage_data(self) -> list[Path]:

@@ -220,6 +220,7 @@ class HostSession:
         try:
             data = os.read(self._receive, _READ_BYTES)
         except BlockingIOError:
+            # Standard input may be the same socket as standard output, which `run` has set not to block.
             return
         except OSError:
             data = b""

@@ -77,6 +77,7 @@ class Attempt:
         self._job, self._transport, self._states = job, transport, states
         self._pipeline, self._file, self._report = pipeline, file, report
         self._connections: list[HostConnection] = []
+        # Hosts whose end the pipeline has received; each end is passed on once.
         self._noted: set[int] = set()
         self._has_started = False
 

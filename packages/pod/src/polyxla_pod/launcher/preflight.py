@@ -88,6 +88,7 @@ def find_problems(
         *_full_disks(facts),
         *_wrong_clocks(clock_differences_s),
     ]
+    # A missing host comes first, because the others cannot train without it.
     return sorted(found, key=lambda problem: -1 if problem.host is None else problem.host)
 
 

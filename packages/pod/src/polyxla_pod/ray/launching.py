@@ -38,6 +38,7 @@ def launch(function: Callable[..., Any], options: Mapping[str, Any]) -> list[Any
         ReplicaLostError: a host ended without a result.
         Exception: what a replica raised.
     """
+    # Closed only after the results have been read, which arrive by the transport.
     with closing(RayTransport(Target(), HostCall(function, options).pickled())) as transport:
         job = PodJob(
             COMMAND,

@@ -109,6 +109,7 @@ def check_other_runtimes(facts: RuntimeFacts) -> list[Finding]:
             candidate.discovery
             and candidate.why_not
             and candidate.name != chosen
+            # The error of the choice is a finding of its own, with the same reason.
             and candidate.why_not not in str(facts.error)
         ):
             text = f"{candidate.name} cannot run here: {candidate.why_not}"

@@ -94,6 +94,7 @@ class EmulatedRun:
             last_new_s = seconds if has_new else last_new_s
             if self.has_settled(logs.repeats, last_new_s, seconds):
                 return True
+            # Checked after the steps: a script that settles just at the limit has not failed.
             if seconds > self.timeout_s:
                 raise ScriptFailedError(
                     f"the script has not ended, nor repeated its programs {self.steps} times, in "

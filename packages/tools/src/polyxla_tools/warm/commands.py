@@ -71,6 +71,7 @@ def off(as_json: JsonFlag = False) -> None:
         for answer in answers
     ]
     _print("\n".join(lines) or "warm: there is no warm process", {"processes": answers}, as_json)
+    # A process that does not answer still runs, which a script must not take for success.
     if any("problem" in answer for answer in answers):
         raise typer.Exit(1)
 

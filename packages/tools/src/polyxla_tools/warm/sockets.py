@@ -64,6 +64,7 @@ def new_socket(environ: Mapping[str, str], pid: int) -> Path:
     """
     directory = socket_directory(environ)
     try:
+        # A directory that exists is checked below, because another user may have made it.
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
     except OSError as error:
