@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -28,7 +29,9 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla.plugin import snapshot
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType
+from polyxla_xrt.client import engine as client_engine
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.engine import MAX_IN_FLIGHT, RemoteEngine
 from polyxla_xrt.client.lease import REPLACED_S, Lease
@@ -37,7 +40,7 @@ from polyxla_xrt.errors import WorkerHeldError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL
-from polyxla_xrt.server.worker import logs
+from polyxla_xrt.server.worker import glibc_memory, logs, process, supervisor
 
 PATIENCE_S = 40.0
 SOON_S = 10.0
@@ -229,6 +232,23 @@ def test_no_connection_is_refused_while_the_process_is_replaced(
         assert all(pool.map(answers, [worker.address] * 20))
         following.result(PATIENCE_S).close()
     worker.wait_until_free()
+
+
+def test_closing_after_the_worker_is_lost_waits_for_no_answer(
+    start_worker: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, waited = start_worker(), []
+    lease = Lease(worker.address, 1, snapshot())
+    engine = RemoteEngine(Assignment(worker.address, lease.job, (0,), "TPU", 0, 1, 0, 1), {})
+    os.kill(worker.serving_pid, signal.SIGKILL)
+    # The first request may still be sent, and fail when the connection breaks; the second is not sent.
+    for _ in range(2):
+        with pytest.raises(PjrtError):
+            engine.memory_stats(engine.devices[0])
+    monkeypatch.setattr(client_engine, "wait", lambda requests, _: waited.extend(requests))
+    engine.close()
+    lease.close()
+    assert all(request.done() for request in waited)
 
 
 def test_a_limited_number_of_executions_is_in_flight(worker: Any) -> None:
@@ -563,11 +583,28 @@ def test_the_workers_environment_decides_on_its_compilation_cache(
     assert len(list(cache.iterdir())) == 1
 
 
+def test_the_allocator_is_set_before_any_thread_of_the_serving_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A thread that exists already keeps an arena of its own.
+    order: list[str] = []
+    for where, name in ((supervisor, "_end_with_supervisor"), (glibc_memory, "share_arena")):
+        monkeypatch.setattr(where, name, lambda *_, name=name: order.append(name))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name, answer in (("open_engines", None), ("serve", 0), ("end_with", None)):
+        monkeypatch.setattr(process, name, lambda *_, answer=answer: answer)
+    serving: Any = SimpleNamespace(address="127.0.0.1:0")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        supervisor._Supervisor(serving, {})._serve(0, theirs, None)
+    assert order == ["share_arena", "_end_with_supervisor"]
+
+
 def test_a_line_of_the_log_has_the_event_and_its_fields() -> None:
     event = {"holder": "root@vm (pid 7, a\nb.py)", "cores": 8}
     fields = {"msg": "lease granted", "created": 0.0, "levelname": "INFO", "event": event}
     record = logging.makeLogRecord(fields)
-    when, _, text = logs._Text().format(record).partition(" polyxla worker: ")
+    when, _, text = logs._TextFormatter().format(record).partition(" polyxla worker: ")
     assert datetime.fromisoformat(when).timestamp() == 0
     assert text == "lease granted holder=root@vm (pid 7, a\\x0ab.py) cores=8"
     assert json.loads(logs._Json().format(record)) == {

@@ -16,6 +16,7 @@ from polyxla.plugin import free_ports
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.channels import CHUNK_BYTES
@@ -324,6 +325,25 @@ def test_donating_one_array_twice_fails_and_the_session_continues(peer: Peer) ->
     assert peer.ran(peer.execute(5, [1, 1], first=2)).message
     peer.full(4, 4.0)
     assert peer.value(4) == 4.0
+
+
+@pytest.mark.parametrize("method", ["execute", "copy"])
+def test_memory_for_what_the_engine_refuses_at_once_is_given_back(
+    peer: Peer, engine: JaxEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PjrtError(Code.UNAVAILABLE, "the engine ends")
+
+    peer.compiled(5, ADD)
+    peer.full(1, 1.0)
+    monkeypatch.setattr(engine, method, refuse)
+    peer.do(copy=pb.Copy(array=2, source=1))
+    peer.execute(5, [1, 1], first=3)
+    monkeypatch.undo()
+    # One of the two is refused, and the other counts beside the array that was uploaded.
+    assert peer.budget.held_bytes == 2 * BYTES
+    refused = 3 if method == "execute" else 2
+    assert peer.download(refused)[1].message == "the engine ends"
 
 
 def test_an_invalid_program_is_refused(peer: Peer) -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 import numpy as np
@@ -45,6 +46,8 @@ MAX_RELEASES = 1024
 """Maximum number of arrays that wait to be freed together."""
 GOODBYE_S = 5.0
 """Longest wait for the end of the session, in seconds."""
+_Commands: TypeAlias = Iterable[tuple[pb.Command | bulk_encoding.BulkMessage, int]]
+"""Commands, each with the size of its data."""
 
 
 @dataclass
@@ -165,8 +168,8 @@ class RemoteEngine(Engine):
         programs = [self._dropped.popleft() for _ in range(len(self._dropped))]
         return pb.Command(release=pb.Release(arrays=arrays, programs=programs))
 
-    def _send(self, commands: Iterable[tuple[pb.Command | bulk_encoding.BulkMessage, int]]) -> None:
-        """Queue commands without others in between, each with the size of its data."""
+    def _send(self, commands: _Commands) -> None:
+        """Queue commands without others in between."""
         with self._sending:
             for command, size in commands:
                 if not self._outbox.put(command, size):
@@ -236,11 +239,25 @@ class RemoteEngine(Engine):
         for _ in range(MAX_IN_FLIGHT):
             self._room.release()
 
-    def _ask(self, into: memoryview | None = None) -> tuple[int, Future[memoryview]]:
-        """Register a request; return its number and its answer, for which `into` has as much memory."""
+    def _ask(
+        self, commands: Callable[[int], _Commands], into: memoryview | None = None
+    ) -> Future[memoryview]:
+        """Send a request; return its answer, for which `into` has as much memory.
+
+        Args:
+            commands: returns the commands of the request with this number.
+            into: gets the answer.
+        """
         number = self._new_numbers(1)
+        # It is registered before it is sent, because the reader may get its answer at once.
         request = self._requests[number] = PendingAnswer(into)
-        return number, request.done
+        try:
+            self._send(commands(number))
+        except BaseException:
+            # Nobody will answer it, and `close` waits for every request that is left.
+            self._requests.pop(number, None)
+            raise
+        return request.done
 
     def _wait(self, answer: Future[memoryview]) -> memoryview:
         self.waits += 1
@@ -249,13 +266,15 @@ class RemoteEngine(Engine):
 
     def compile(self, hlo_module: bytes, options: bytes) -> Executable:
         """Compile on the worker, which does so once for all replicas."""
-        number, answer = self._ask()
-        messages = [
-            pb.Compile(request=number, hlo=bytes(chunk), ends=ends) for chunk, ends in chunks(hlo_module)
-        ]
-        messages[0].options = options
-        self._send((pb.Command(compile=message), len(message.hlo)) for message in messages)
-        message = pb.Program.FromString(bytes(self._wait(answer)))
+
+        def compilation(number: int) -> _Commands:
+            messages = [
+                pb.Compile(request=number, hlo=bytes(chunk), ends=ends) for chunk, ends in chunks(hlo_module)
+            ]
+            messages[0].options = options
+            return [(pb.Command(compile=message), len(message.hlo)) for message in messages]
+
+        message = pb.Program.FromString(bytes(self._wait(self._ask(compilation))))
         executable = Executable(
             name=message.name,
             outputs=tuple(ArrayType(result.dtype, tuple(result.dims)) for result in message.results),
@@ -360,7 +379,7 @@ class RemoteEngine(Engine):
         """Queue the array's bytes; blocks only while the outbox is full."""
         number = self._new_numbers(1)
 
-        def uploads() -> Iterator[tuple[pb.Command | bulk_encoding.BulkMessage, int]]:
+        def uploads() -> _Commands:
             announced: pb.ArrayType | None = pb.ArrayType(dtype=type_.dtype, dims=type_.dims)
             core = self._cores[device.index]
             for chunk, ends in chunks(data):
@@ -385,11 +404,11 @@ class RemoteEngine(Engine):
             # The memory is allocated once and not filled with zeros. An answer of one chunk is used as it
             # arrives.
             into = memoryview(np.empty(size, np.uint8).data)
-        # It is registered before it is sent, because the reader may get its answer at once.
-        number, answer = self._ask(into)
+        array = _number(buffer)
         self.waits += 1
-        self._send([(pb.Command(download=pb.Download(request=number, array=_number(buffer))), 0)])
-        return answer
+        return self._ask(
+            lambda number: [(pb.Command(download=pb.Download(request=number, array=array)), 0)], into
+        )
 
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
         """Copy on the worker."""
@@ -428,9 +447,8 @@ class RemoteEngine(Engine):
 
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
         """Return the worker's statistics of a core's memory."""
-        number, answer = self._ask()
-        request = pb.Stats(request=number, core=self._cores[device.index])
-        self._send([(pb.Command(stats=request), 0)])
+        core = self._cores[device.index]
+        answer = self._ask(lambda number: [(pb.Command(stats=pb.Stats(request=number, core=core)), 0)])
         return dict(pb.Memory.FromString(bytes(self._wait(answer))).bytes)
 
     def activities(self) -> list[DeviceActivity]:

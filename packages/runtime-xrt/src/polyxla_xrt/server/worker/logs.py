@@ -17,7 +17,7 @@ def start(*, as_json: bool) -> None:
         as_json: whether to write JSON lines instead of text.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if as_json else _Text())
+    handler.setFormatter(_Json() if as_json else _TextFormatter())
     log = logging.getLogger("polyxla")
     # A second call must not print each line twice.
     log.handlers[:] = [handler]
@@ -40,7 +40,7 @@ class _Json(logging.Formatter):
         return json.dumps(line)
 
 
-class _Text(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text, event = _parts(record)
         when = datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(" ", "seconds")

@@ -6,9 +6,10 @@ can name another's arrays.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -231,10 +232,11 @@ class Session:
         self._take(len(devices) * sum(sizes) + temporary, program.name)
         self._budget.give_back(temporary)
         buffers, keep = [[array.buffer for array in row] for row in rows], frozenset(request.keep)
-        if is_partitioned:
-            results = self._engine.execute_partitioned(program, buffers, keep)
-        else:
-            results = [self._engine.execute(program, devices[0], buffers[0], keep)]
+        with self._given_back_on_error(len(devices) * sum(sizes)):
+            if is_partitioned:
+                results = self._engine.execute_partitioned(program, buffers, keep)
+            else:
+                results = [self._engine.execute(program, devices[0], buffers[0], keep)]
         for array in held:
             # The entry itself stays until the client releases the number, as it does with every array.
             if array.buffer.is_deleted:
@@ -246,6 +248,15 @@ class Session:
     def _take(self, size: int, what: str) -> None:
         if problem := self._budget.take(size):
             raise PjrtError(Code.RESOURCE_EXHAUSTED, f"out of memory for {what}: {problem}")
+
+    @contextlib.contextmanager
+    def _given_back_on_error(self, size: int) -> Iterator[None]:
+        # The arrays of a command that the engine refuses do not exist, so no release would subtract them.
+        try:
+            yield
+        except BaseException:
+            self._budget.give_back(size)
+            raise
 
     def _report(self, sequence: int, program: Executable | None, error: BaseException | None) -> None:
         why = failure(error)
@@ -293,7 +304,9 @@ class Session:
             source = self._array(request.source).buffer
             type_ = source.type
             self._take(size_of(type_), "a copy")
-            self._arrays[request.array] = _SessionArray(self._engine.copy(source, device), size_of(type_))
+            with self._given_back_on_error(size_of(type_)):
+                copied = self._engine.copy(source, device)
+            self._arrays[request.array] = _SessionArray(copied, size_of(type_))
         except PjrtError as error:
             self._arrays[request.array] = _SessionArray(_broken(type_, device, error), 0)
 

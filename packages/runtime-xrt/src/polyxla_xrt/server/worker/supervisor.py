@@ -178,9 +178,9 @@ class _Supervisor:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-            _end_with_supervisor(alive)
-            # This must precede the engine, whose threads would otherwise get arenas of their own.
+            # This must precede all threads, which would otherwise get arenas of their own.
             glibc_memory.share_arena()
+            _end_with_supervisor(alive)
             engines = process.open_engines(self._serving, self._environ, before)
             port = int(self._serving.address.rpartition(":")[2])
             code = process.serve(
