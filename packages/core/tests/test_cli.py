@@ -419,6 +419,15 @@ class TestRun:
         assert (done.returncode, done.stderr) == (0, f"polyxla: {text}\n")
         assert text in _document("runtimes", "--runtime", "echo", "--json")["warnings"]
 
+    def test_a_note_of_the_runtime_is_printed_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin("echo", (PROGRAMS / "echo_runtime.py").read_text())
+        monkeypatch.setenv("ECHO_NOTE", "SPEED is old")
+        (tmp_path / "script.py").write_text("import polyxla; polyxla.launch(print)")
+        done = _polyxla("run", "--runtime", "echo", "script.py")
+        assert (done.returncode, done.stderr) == (0, "polyxla: SPEED is old\n")
+
     def test_json_is_a_line_on_standard_error(self) -> None:
         done = _polyxla("run", "--json", "script.py", "--json")
         assert done.stdout == "['script.py', '--json']\n"

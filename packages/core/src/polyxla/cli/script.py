@@ -24,8 +24,8 @@ from polyxla.console import end_interrupted, say, say_once
 from polyxla.errors import PolyxlaError, UsageError
 from polyxla.launcher.launch import select_devices
 from polyxla.launcher.messages import RemoteTraceback
-from polyxla.plugin_manager import find_runtime, load_runtime, unknown_variables
-from polyxla.selection import prepare_selection, select
+from polyxla.plugin_manager import find_runtime, load_runtime
+from polyxla.selection import Selection, prepare_selection, select
 from polyxla.tracebacks import fold
 
 
@@ -87,18 +87,18 @@ def _prepare() -> int:
     """Prepare launches, and return how many replicas the user asked for."""
     environ = env.snapshot()
     if runtime := environ.get(env.POLYXLA_RUNTIME):
-        _prepare_launch(environ, runtime)
+        selection = _prepare_launch(environ, runtime)
         # `polyxla run` has printed these warnings. Say them to nobody, so that the launch does not repeat
         # them.
         with contextlib.redirect_stderr(io.StringIO()):
-            for warning in unknown_variables(environ):
+            for warning in selection.warnings:
                 say_once(warning)
     # `polyxla run` writes every request as indices. Without a request, one device may be meant.
     asked = environ.get(env.POLYXLA_DEVICES, "")
     return len(json.loads(asked)) if asked.startswith("[") else 0
 
 
-def _prepare_launch(environ: Mapping[str, str], runtime: str) -> None:
+def _prepare_launch(environ: Mapping[str, str], runtime: str) -> Selection:
     """Let the runtime prepare a launch in the background, and keep its discovery for the first one."""
     settings = env.from_environ(environ)
     selection = select(environ, settings.runtime)
@@ -108,6 +108,7 @@ def _prepare_launch(environ: Mapping[str, str], runtime: str) -> None:
         discovery=selection.discovery,
         devices=select_devices(settings.devices, selection),
     )
+    return selection
 
 
 def _replace_first_path(folder: str) -> None:
