@@ -162,14 +162,14 @@ def polyxla_shard_loader(loader: Any, world: World, seed: int, repeat: bool) -> 
     """Return a loader that reads only this replica's records of `loader`; None to leave it to other plugins.
 
     Called once per loader in each replica, even for a single replica, because the returned loader may
-    be able to save and resume its position: see `polyxla.replica.loader.ShardedLoader`.
+    be able to save and resume its position: see `polyxla.replica.loader.LoaderShard`.
 
     Args:
         loader: the user's loader.
         world: this replica's numbers among all replicas.
         seed: seed of shuffled orders, the same in every replica.
         repeat: whether repeated records, which give every replica the same number of records, count like all
-            others (training), or are excluded by `ShardedLoader.valid_records` (evaluation).
+            others (training), or are excluded by `LoaderShard.valid_records` (evaluation).
     """
 
 

@@ -16,8 +16,8 @@ from polyxla import PolyxlaError, ReplicaLostError, StalledError, UsageError
 from polyxla.env import POLYXLA_SECRET
 from polyxla.launcher.ports import free_ports
 from polyxla.tpu import env
-from polyxla.tpu.monitor.connection import Connection
-from polyxla.tpu.monitor.server import TICK_S, Failure, Hosts, Monitor, monitored
+from polyxla.tpu.monitor.connection import SealedConnection
+from polyxla.tpu.monitor.server import TICK_S, HostFailure, Hosts, Monitor, monitored
 
 PATIENCE_S = 30.0
 SECRET = "of one job"
@@ -33,20 +33,20 @@ class Slice:
         self._timeouts = stall_timeout_s, start_timeout_s
         (self.port,) = free_ports(1)
         self.monitors: dict[int, Monitor] = {}
-        self._processes: list[Connection] = []
+        self._processes: list[SealedConnection] = []
 
     def start(self, *hosts: int) -> None:
         for host in hosts:
             self.monitors[host] = Monitor(Hosts(NAMES, host, self.port), SECRET, *self._timeouts)
 
-    def process(self, host: int) -> Connection:
+    def process(self, host: int) -> SealedConnection:
         """Connect as a process of a host does."""
-        connection = Connection.open(self.monitors[host].address, SECRET, PATIENCE_S)
+        connection = SealedConnection.open(self.monitors[host].address, SECRET, PATIENCE_S)
         connection.send("process")
         self._processes.append(connection)
         return connection
 
-    def end(self, host: int, failure: Failure | None = None) -> None:
+    def end(self, host: int, failure: HostFailure | None = None) -> None:
         self.monitors.pop(host).close(failure)
 
     def vanish(self, host: int) -> None:
@@ -68,18 +68,18 @@ def tpu() -> Iterator[Slice]:
         yield started
 
 
-def received(process: Connection) -> dict[str, Any]:
+def received(process: SealedConnection) -> dict[str, Any]:
     ready, _, _ = select.select([process], [], [], PATIENCE_S)
     assert ready, "nothing arrived"
     (message,) = process.receive()
     return message
 
 
-def is_quiet(process: Connection) -> bool:
+def is_quiet(process: SealedConnection) -> bool:
     return not select.select([process], [], [], 1.0)[0]
 
 
-FAILED = Failure(1, 7, "host 1 (127.0.0.2) failed: ValueError: no data")
+FAILED = HostFailure(1, 7, "host 1 (127.0.0.2) failed: ValueError: no data")
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -90,7 +90,7 @@ def test_a_host_that_fails_is_named_on_all_others(tpu: Slice, failing: int) -> N
         # So that all monitors are connected.
         process.send("account", ordinal=0, **ELSEWHERE)
     wait_for_connections(tpu)
-    failure = Failure(failing, 7, f"host {failing} failed")
+    failure = HostFailure(failing, 7, f"host {failing} failed")
     tpu.end(failing, failure)
     for process in processes.values():
         assert received(process) == {
@@ -193,7 +193,7 @@ def test_a_host_may_start_its_next_launch_before_host_0_has_ended_this_one(tpu: 
     process = tpu.process(1)
     wait_for_connections(tpu)
     assert tpu.monitors[1].failure is None
-    tpu.end(0, Failure(0, 7, "host 0 failed"))
+    tpu.end(0, HostFailure(0, 7, "host 0 failed"))
     assert received(process)["text"] == "host 0 failed"
 
 
@@ -244,9 +244,9 @@ def test_a_stranger_in_the_place_of_the_monitor_learns_no_secret_and_is_not_beli
     with socket.create_server((NAMES[0], 0)) as server:
         server.settimeout(PATIENCE_S)
         connecting = threading.Thread(
-            target=lambda: made.append(Connection.open(address, SECRET, PATIENCE_S))
+            target=lambda: made.append(SealedConnection.open(address, SECRET, PATIENCE_S))
         )
-        made: list[Connection] = []
+        made: list[SealedConnection] = []
         address = f"{NAMES[0]}:{server.getsockname()[1]}"
         connecting.start()
         with server.accept()[0] as stranger:

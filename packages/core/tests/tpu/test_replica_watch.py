@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from polyxla.presence import Position
-from polyxla.tpu.monitor.connection import Connection
+from polyxla.tpu.monitor.connection import SealedConnection
 from polyxla.tpu.monitor.replica_watch import ProcessWatch
 
 PATIENCE_S = 30.0
@@ -33,19 +33,19 @@ class Probe:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Connection, Connection]]:
+def ends() -> Iterator[tuple[SealedConnection, SealedConnection]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with ThreadPoolExecutor(1) as pool:
-            opening = pool.submit(Connection.open, address, SECRET, PATIENCE_S)
-            monitor = Connection.accept(server, SECRET)
+            opening = pool.submit(SealedConnection.open, address, SECRET, PATIENCE_S)
+            monitor = SealedConnection.accept(server, SECRET)
             process = opening.result(PATIENCE_S)
     yield process, monitor
     process.close()
     monitor.close()
 
 
-def account(monitor: Connection, *, in_device: bool) -> dict[str, Any]:
+def account(monitor: SealedConnection, *, in_device: bool) -> dict[str, Any]:
     """Return the next account that says this of the device."""
     while select.select([monitor], [], [], PATIENCE_S)[0]:
         for message in monitor.receive():
@@ -54,7 +54,9 @@ def account(monitor: Connection, *, in_device: bool) -> dict[str, Any]:
     raise AssertionError("no such account arrived")
 
 
-def test_a_probe_says_whether_a_replica_is_in_its_device(ends: tuple[Connection, Connection]) -> None:
+def test_a_probe_says_whether_a_replica_is_in_its_device(
+    ends: tuple[SealedConnection, SealedConnection],
+) -> None:
     process, monitor = ends
     probe = Probe()
     made_in: list[int] = []

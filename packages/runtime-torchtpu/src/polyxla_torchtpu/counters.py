@@ -83,7 +83,7 @@ class TorchTpuProbe:
         _accelerator.synchronize()
 
 
-class _Reads:
+class _ReadTimes:
     """Wraps the operation that reads a scalar, as long as it lives.
 
     Attributes:
@@ -101,4 +101,4 @@ class _Reads:
         return self._kernel.call_boxed(keys, tensor)
 
 
-_reads_of_process = functools.cache(_Reads)
+_reads_of_process = functools.cache(_ReadTimes)

@@ -75,7 +75,7 @@ def register() -> None:
 
 
 @dataclass
-class _OwnProcess:
+class _NodeState:
     """The state of this process."""
 
     engine: Engine | None = None
@@ -83,7 +83,7 @@ class _OwnProcess:
     since: float = field(default_factory=time.monotonic)
 
 
-_own = _OwnProcess()
+_own = _NodeState()
 
 
 def enter_wait(what: str) -> None:

@@ -199,7 +199,7 @@ def stacks() -> str:
 
 
 @dataclass
-class _OwnProcess:
+class _ReplicaState:
     """The state of this process, if it is a replica process."""
 
     link: ParentLink | None = None
@@ -208,7 +208,7 @@ class _OwnProcess:
     describe: Callable[[], str] = stacks
 
 
-_own = _OwnProcess()
+_own = _ReplicaState()
 
 
 # In the launching process

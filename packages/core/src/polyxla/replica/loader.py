@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from polyxla.contracts.replication import Replication
 
 
-class ShardedLoader(Protocol):
+class LoaderShard(Protocol):
     """A loader that a `polyxla_shard_loader` plugin returns. Only `__iter__` is required.
 
     Attributes:

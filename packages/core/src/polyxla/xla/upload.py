@@ -79,7 +79,7 @@ class _Upload:
     def __init__(
         self, batches: Generator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
     ) -> None:
-        self._source = _Source(batches)
+        self._source = _ReadAhead(batches)
         # Use torch_xla's own loader: its options are those that users know.
         loader: Any = MpDeviceLoader(self._source, device, batches_per_execution=NEVER, **prefetch)
         self._arriving = iter(loader)
@@ -118,7 +118,7 @@ class _Upload:
         self._closing.join(leave_s)
 
 
-class _Source:
+class _ReadAhead:
     """The batches as torch_xla's reading thread iterates over them: an exception ends them and is stored.
 
     Attributes:

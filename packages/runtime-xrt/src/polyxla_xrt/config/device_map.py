@@ -34,7 +34,7 @@ class MappedDevices(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
-class _Device:
+class _MappedDevice:
     kind: DeviceKind
     ordinal: int
     worker: WorkerId
@@ -68,7 +68,7 @@ def read_map(variable: Variable, workers: Sequence[Worker]) -> MappedDevices:
     return MappedDevices(kind, sum(device.kind == kind for device in devices) // len(known))
 
 
-def _device(variable: Variable, entry: str) -> _Device:
+def _device(variable: Variable, entry: str) -> _MappedDevice:
     match = _ENTRY.fullmatch(entry)
     # An entry names the kind twice, in its own name and in the path of the device, and the two must agree.
     if match is None or _TYPES[match[5]] != match[1]:
@@ -78,17 +78,17 @@ def _device(variable: Variable, entry: str) -> _Device:
             "Write each device like TPU:0;/job:tpu_worker/replica:0/task:0/device:TPU:0.",
         )
     worker = WorkerId(match[3], int(match[4]))
-    return _Device(_TYPES[match[5]], int(match[2]), worker, int(match[6]))
+    return _MappedDevice(_TYPES[match[5]], int(match[2]), worker, int(match[6]))
 
 
 def _check_numbers(
-    variable: Variable, kind: DeviceKind, devices: Sequence[_Device], known: Sequence[WorkerId]
+    variable: Variable, kind: DeviceKind, devices: Sequence[_MappedDevice], known: Sequence[WorkerId]
 ) -> None:
     # Devices of other kinds may be in the map, but replicas do not run on them.
     found = sorted(device for device in devices if device.kind == kind)
     each = len(found) // len(known)
     wanted = [
-        _Device(kind, position * each + index, worker, index)
+        _MappedDevice(kind, position * each + index, worker, index)
         for position, worker in enumerate(known)
         for index in range(each)
     ]

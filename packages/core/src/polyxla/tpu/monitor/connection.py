@@ -34,7 +34,7 @@ _SEND_TIMEOUT_S = 5.0
 Message = dict[str, Any]
 
 
-class Connection:
+class SealedConnection:
     """One end of a connection. One thread receives; several may send. `open` and `accept` make them.
 
     Args:
@@ -59,7 +59,7 @@ class Connection:
         self._rest = b""
 
     @classmethod
-    def open(cls, address: str, secret: str, timeout_s: float) -> Connection:
+    def open(cls, address: str, secret: str, timeout_s: float) -> SealedConnection:
         """Connect to ``host:port``.
 
         Raises:
@@ -76,7 +76,7 @@ class Connection:
             raise
 
     @classmethod
-    def accept(cls, listener: socket.socket, secret: str) -> Connection:
+    def accept(cls, listener: socket.socket, secret: str) -> SealedConnection:
         """Accept a connection.
 
         Raises:

@@ -16,8 +16,8 @@ from polyxla.env import POLYXLA_SECRET, POLYXLA_STALL_TIMEOUT_S, timeout_s
 from polyxla.launcher import failures
 from polyxla.presence import Position
 from polyxla.tpu import env
-from polyxla.tpu.monitor.connection import Connection, Message
-from polyxla.tpu.monitor.server import Failure
+from polyxla.tpu.monitor.connection import Message, SealedConnection
+from polyxla.tpu.monitor.server import HostFailure
 from polyxla.tpu.monitor.stalls import FRESH_S, Account
 
 TICK_S = 1.0
@@ -41,7 +41,7 @@ class DeviceProbe(Protocol):
         """Wait until the device has finished its work."""
 
 
-class StallWatchdog(Protocol):
+class DeviceWatchdog(Protocol):
     """The watchdog of the devices that polyxla-bridge emulates: its module ``engine.stall_watchdog``."""
 
     def on_stall(self, handler: Callable[[str, frozenset[int]], None]) -> None:
@@ -51,7 +51,7 @@ class StallWatchdog(Protocol):
         """Describe what the replicas of this process do."""
 
 
-def report_stalls(watchdog: StallWatchdog, retire: Callable[[Position], None]) -> None:
+def report_stalls(watchdog: DeviceWatchdog, retire: Callable[[Position], None]) -> None:
     """Let the launch know of a stall of emulated devices, and of where this process's replicas are.
 
     Args:
@@ -76,7 +76,7 @@ def watch_replicas(environ: Mapping[str, str], probe: Callable[[], DeviceProbe])
     if address is None:
         return
     try:
-        monitor = Connection.open(address, environ[POLYXLA_SECRET], CONNECT_S)
+        monitor = SealedConnection.open(address, environ[POLYXLA_SECRET], CONNECT_S)
         monitor.send("process")
     except OSError as error:
         say(f"process {os.getpid()} cannot reach its launch's monitor at {address}: {error}")
@@ -95,7 +95,7 @@ class ProcessWatch:
         probe: makes the probe of the device of the replica in whose thread it is called.
     """
 
-    def __init__(self, monitor: Connection, timeout_s: float, probe: Callable[[], DeviceProbe]) -> None:
+    def __init__(self, monitor: SealedConnection, timeout_s: float, probe: Callable[[], DeviceProbe]) -> None:
         self._monitor = monitor
         self._timeout_s = timeout_s
         self._probe = probe
@@ -130,7 +130,7 @@ class ProcessWatch:
 
     def _obey(self, message: Message) -> None:
         if message.pop("kind") == "failed":
-            failures.give_up(Failure(**message).error())
+            failures.give_up(HostFailure(**message).error())
         if any(ordinal in self._watches for ordinal in message["waiting"]):
             failures.report_stall(message["text"])
 

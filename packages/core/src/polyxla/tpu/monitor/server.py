@@ -24,7 +24,7 @@ from polyxla.env import POLYXLA_SECRET, POLYXLA_STALL_TIMEOUT_S, POLYXLA_START_T
 from polyxla.errors import PolyxlaError, ReplicaLostError, UsageError
 from polyxla.launcher.ports import LOCALHOST
 from polyxla.tpu import env
-from polyxla.tpu.monitor.connection import Connection, Message
+from polyxla.tpu.monitor.connection import Message, SealedConnection
 from polyxla.tpu.monitor.stalls import Account, Accounts
 
 TICK_S = 0.25
@@ -42,7 +42,7 @@ NOTICE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Failure:
+class HostFailure:
     """The failed launch of a host.
 
     Attributes:
@@ -101,19 +101,19 @@ class Monitor:
     """
 
     def __init__(self, hosts: Hosts, secret: str, stall_timeout_s: float, start_timeout_s: float) -> None:
-        self.failure: Failure | None = None
+        self.failure: HostFailure | None = None
         self._secret = secret
         self._failed = threading.Event()
         self._hosts = hosts
         self._accounts = Accounts(stall_timeout_s)
         self._selector = selectors.DefaultSelector()
         # Connections without a message, each with the time when it is dropped, in the order of arrival.
-        self._unproved: dict[Connection, float] = {}
-        self._processes: list[Connection] = []
-        self._others: dict[Connection, int] = {}
+        self._unproved: dict[SealedConnection, float] = {}
+        self._processes: list[SealedConnection] = []
+        self._others: dict[SealedConnection, int] = {}
         self._connected: set[int] = {hosts.own}
         # The connection to host 0, until host 0 has welcomed this host.
-        self._joining: Connection | None = None
+        self._joining: SealedConnection | None = None
         self._is_decided = False
         self._report_at: float | None = time.monotonic() + start_timeout_s
         # Replica processes of this host come by the loopback address; only hosts come from outside.
@@ -125,12 +125,12 @@ class Monitor:
         self._thread = threading.Thread(target=self._serve, name="polyxla-monitor", daemon=True)
         self._thread.start()
 
-    def wait_for_failure(self, timeout_s: float) -> Failure | None:
+    def wait_for_failure(self, timeout_s: float) -> HostFailure | None:
         """Return the failure of another host, if one is reported within `timeout_s` seconds."""
         self._failed.wait(timeout_s)
         return self.failure
 
-    def close(self, failure: Failure | None) -> None:
+    def close(self, failure: HostFailure | None) -> None:
         """Stop, and tell the other hosts how this one's launch has ended.
 
         Args:
@@ -174,7 +174,7 @@ class Monitor:
     def _serve(self) -> None:
         while not self._stop.is_set():
             for key, _ in self._selector.select(TICK_S):
-                if isinstance(key.fileobj, Connection):
+                if isinstance(key.fileobj, SealedConnection):
                     self._read(key.fileobj)
                 else:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ class Monitor:
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            connection = Connection.accept(listener, self._secret)
+            connection = SealedConnection.accept(listener, self._secret)
             if len(self._unproved) >= MOST_UNPROVED:
                 self._drop(next(iter(self._unproved)))
             self._unproved[connection] = time.monotonic() + PROOF_S
@@ -200,12 +200,12 @@ class Monitor:
         if self._hosts.own == 0 or 0 in self._connected or self._joining or self._report_at is None:
             return
         with contextlib.suppress(OSError):
-            first = Connection.open(self._hosts.first, self._secret, CONNECT_S)
+            first = SealedConnection.open(self._hosts.first, self._secret, CONNECT_S)
             first.send("host", host=self._hosts.own)
             self._joining = first
             self._selector.register(first, selectors.EVENT_READ)
 
-    def _welcome(self, connection: Connection, host: int) -> None:
+    def _welcome(self, connection: SealedConnection, host: int) -> None:
         """Take the connection of another host's monitor, once.
 
         A second one belongs to that host's next launch, which has started before this one has ended. It is
@@ -216,7 +216,7 @@ class Monitor:
         _send(connection, "welcome")
         self._add_host(connection, host)
 
-    def _add_host(self, connection: Connection, host: int) -> None:
+    def _add_host(self, connection: SealedConnection, host: int) -> None:
         self._others[connection] = host
         self._connected.add(host)
         if self.failure:
@@ -234,7 +234,7 @@ class Monitor:
                 f"same {POLYXLA_SECRET}"
             )
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: SealedConnection) -> None:
         if connection.fileno() < 0:
             # It was dropped to make room for another, in the same round of the selector.
             return
@@ -247,7 +247,7 @@ class Monitor:
         except (OSError, ValueError, TypeError, KeyError):
             self._drop(connection)
 
-    def _take(self, connection: Connection, message: Message) -> None:
+    def _take(self, connection: SealedConnection, message: Message) -> None:
         kind = message.pop("kind")
         if kind == "process":
             self._processes.append(connection)
@@ -261,7 +261,7 @@ class Monitor:
         elif kind == "account":
             self._take_account(message, self._others.get(connection, self._hosts.own))
         elif kind == "failed" and connection in self._others:
-            self._fail(Failure(**message))
+            self._fail(HostFailure(**message))
         elif kind == "stalled":
             self._tell_processes(kind, **message)
         elif kind == "finished":
@@ -275,7 +275,7 @@ class Monitor:
             for first in self._others:
                 _send(first, "account", **message)
 
-    def _finish(self, connection: Connection, returned: list[int]) -> None:
+    def _finish(self, connection: SealedConnection, returned: list[int]) -> None:
         # Without host 0, this host decides for itself from now on.
         host = self._others.pop(connection)
         for ordinal in returned:
@@ -285,7 +285,7 @@ class Monitor:
         """Return how accounts name a host; empty if it is the only one."""
         return self._hosts.named(host) if len(self._hosts.names) > 1 else ""
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: SealedConnection) -> None:
         self._selector.unregister(connection)
         connection.close()
         self._unproved.pop(connection, None)
@@ -297,9 +297,11 @@ class Monitor:
             self._processes.remove(connection)
         host = self._others.pop(connection, None)
         if host is not None:
-            self._fail(Failure(host, 1, f"{self._hosts.named(host)} is gone: its launching process ended"))
+            self._fail(
+                HostFailure(host, 1, f"{self._hosts.named(host)} is gone: its launching process ended")
+            )
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: HostFailure) -> None:
         # Only the first failure counts: the others follow from it.
         if self.failure or failure.host == self._hosts.own:
             return
@@ -325,7 +327,7 @@ class Monitor:
                 _send(connection, "stalled", waiting=stall.waiting, text=stall.text)
 
 
-def _send(connection: Connection, kind: str, **fields: object) -> None:
+def _send(connection: SealedConnection, kind: str, **fields: object) -> None:
     # An end that is gone is noticed when it is read.
     with contextlib.suppress(OSError):
         connection.send(kind, **fields)
@@ -353,7 +355,7 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
     hosts = Hosts(tuple(names), own, _port(environ))
     limits = [timeout_s(environ, name) for name in (POLYXLA_STALL_TIMEOUT_S, POLYXLA_START_TIMEOUT_S)]
     monitor = Monitor(hosts, environ[POLYXLA_SECRET], *limits)
-    failure: Failure | None = None
+    failure: HostFailure | None = None
     try:
         yield {env.POLYXLA_MONITOR: monitor.address}
     except BaseException as error:
@@ -361,7 +363,7 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
         if cause := monitor.wait_for_failure(NOTICE_S if len(names) > 1 else 0.0):
             raise cause.error() from None
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        failure = Failure(own, _exit_code(error), f"{hosts.named(own)} failed: {text}")
+        failure = HostFailure(own, _exit_code(error), f"{hosts.named(own)} failed: {text}")
         raise
     finally:
         monitor.close(failure)
