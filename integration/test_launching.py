@@ -52,6 +52,14 @@ def test_a_replica_imports_the_script_before_it_opens_a_device(clean_environ: di
     assert sorted(done.stdout.splitlines()) == ["ORDINAL 0", "ORDINAL 1"]
 
 
+def test_a_launched_function_may_use_what_its_module_makes_at_import(clean_environ: dict[str, str]) -> None:
+    # A lock cannot be pickled; the function is sent by its name alone.
+    environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    done = run([sys.executable, str(PROGRAMS / "lock_at_import.py")], environ)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["LOCKED 0", "LOCKED 1"]
+
+
 @pytest.mark.pjrt
 def test_a_launch_works_where_warnings_are_errors(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "POLYXLA_DEVICES": "2", "PYTHONWARNINGS": "error"}

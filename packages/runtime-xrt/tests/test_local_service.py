@@ -16,6 +16,7 @@ from polyxla_xrt.client.channel import ask
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.errors import WorkerRefusedError
+from polyxla_xrt.plan import configured_plan
 
 PATIENCE_S = 20.0
 
@@ -51,6 +52,22 @@ def test_it_has_the_jobs_token_serves_later_jobs_and_exits_after_the_last(
         (log,) = (tmp_path / "state").rglob("*.log")
         assert "exiting: no job for 3 s" in log.read_text()
         assert (log.stat().st_mode & 0o777, log.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_one_of_which_only_the_number_of_cores_is_known_gets_a_port(tmp_path: Path) -> None:
+    environ = {**snapshot(), env.TPU_NUM_DEVICES: "1", "XDG_STATE_HOME": str(tmp_path)}
+    plan = configured_plan(environ)
+    assert plan.worker.port, "nobody could connect to port 0"
+    said: list[str] = []
+    local_service.ensure_service(plan.configuration, environ, said.append)
+    process = local_service._started.pop()
+    try:
+        assert f"at localhost:{plan.worker.port} " in said[0]
+        with closing(Lease(plan.worker.address, 1, environ, wait_s=PATIENCE_S)) as lease:
+            assert lease.job
     finally:
         process.kill()
         process.wait()

@@ -38,6 +38,7 @@ from polyxla.contracts.discovery import (
 from polyxla.contracts.job import (
     Job as Job,
     ProcessMethod as ProcessMethod,
+    ReplicaResult as ReplicaResult,
     StartMethod as StartMethod,
 )
 from polyxla.contracts.replication import (
@@ -86,7 +87,6 @@ from polyxla.launcher import (
     fork_server as fork_server,
 )
 from polyxla.launcher.processes import (
-    ProcessWork as ProcessWork,
     refuse_inline as refuse_inline,
     run_inline as run_inline,
     run_processes as run_processes,
@@ -288,7 +288,6 @@ from polyxla.xla.defects import (
 from polyxla.xla import (
     first_device_use as first_device_use,
     refuse_if_device_in_use as refuse_if_device_in_use,
-    torch_xla_launch as torch_xla_launch,
 )
 from polyxla.xla.input_watchdog import (
     InputWatchdog as InputWatchdog,
@@ -304,6 +303,5 @@ from polyxla.xla.replication import (
     use_device as use_device,
 )
 from polyxla.xla.torch_xla_launch import (
-    TorchXlaLaunch as TorchXlaLaunch,
     handle_launches as handle_launches,
 )

@@ -173,7 +173,7 @@ def test_a_child_whose_parent_closes_the_pipe_leaves_with_its_own_code() -> None
     theirs.close()
     assert ours.recv() == Message("hello")
     job = Job(lambda _: time.sleep(WAIT_S), (), "bare", (0,), {}, Setting(None, "default"), main=run_replica)
-    ours.send(Setup(dict(os.environ), sys.argv, sys.path, ".", b"", cloudpickle.dumps((job, 0))))
+    ours.send(Setup(dict(os.environ), sys.argv, sys.path, ".", b"", cloudpickle.dumps((Job.run, job, 0))))
     ours.close()
     end = process.wait(time.monotonic() + WAIT_S)
     assert end is not None
@@ -191,7 +191,7 @@ def test_a_failed_process_ends_at_once_if_others_of_its_replicas_are_threads(tmp
     process = spawn(theirs, os.environ)
     theirs.close()
     job = Job(fail, (), "bare", (0, 1), {}, Setting(None, "default"), main=run_replica)
-    ours.send(Setup(dict(os.environ), sys.argv, sys.path, ".", b"", cloudpickle.dumps((job, 0))))
+    ours.send(Setup(dict(os.environ), sys.argv, sys.path, ".", b"", cloudpickle.dumps((Job.run, job, 0))))
     kinds = [ours.recv().kind for _ in range(3)]
     end = process.wait(time.monotonic() + WAIT_S)
     ours.close()

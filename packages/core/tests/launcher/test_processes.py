@@ -139,33 +139,31 @@ def test_a_system_exit_is_an_error_however_the_process_was_made(
 
 def test_a_program_that_ends_while_a_replica_imports_it_is_an_error() -> None:
     with pytest.raises(ReplicaLostError, match=r"^the replica's process called sys\.exit\(0\)"):
-        run_processes(_Ending(), [0], [dict(os.environ)])
+        run_processes(_job(_Ending()), [0], [dict(os.environ)])
 
 
 class _Ending:
-    """Work that is loaded as the program of a torch_xla launch is: by importing it."""
+    """A function that is loaded as the program of a torch_xla launch is: by importing it."""
 
-    function, args, environ = print, (), os.environ
-
-    def run(self, place: Any) -> None:
+    def __call__(self) -> None:
         """Is never reached."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return sys.exit, (0,)
 
 
-def _inline(function: Callable[[Replica], Any]) -> Job:
+def _job(function: Callable[..., Any]) -> Job:
     return Job(function, (), "bare", (0,), dict(os.environ), Setting(None, "default"), main=run_replica)
 
 
 def test_a_system_exit_of_an_inline_replica_is_an_error_too() -> None:
     with pytest.raises(ReplicaLostError, match=r"ordinal 0 called sys\.exit\(0\)"):
-        run_inline(_inline(lambda _: sys.exit(0)), 0)
+        run_inline(_job(lambda _: sys.exit(0)), 0)
 
 
 def test_ctrl_c_in_an_inline_replica_stays_one() -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_inline(_inline(lambda _: signal.raise_signal(signal.SIGINT)), 0)
+        run_inline(_job(lambda _: signal.raise_signal(signal.SIGINT)), 0)
 
 
 def test_when_one_fails_the_others_are_ended(

@@ -5,30 +5,29 @@ import sys
 import time
 from pathlib import Path
 
+from polyxla.plugin import Job, Setting
+
 FOLDER = Path(os.environ["FOLDER"])
 
 SLOW = """
 import os, time
 from pathlib import Path
+
+from polyxla.plugin import Job, Setting
 if os.environ["MOMENT"] == "server-imports":
     Path(os.environ["FOLDER"], "server-imports").touch()
     time.sleep(60)
 """
 
 
-class Work:
-    function = print
-    args = ()
-    environ = os.environ
-
-    def run(self, place: int) -> None:
-        (FOLDER / str(place)).touch()
-        if all((FOLDER / str(other)).exists() for other in range(2)):
-            (FOLDER / "replicas-run").touch()
-        try:
-            time.sleep(60)
-        finally:
-            (FOLDER / f"{place}-has-ended").touch()
+def run(job: Job, place: int) -> None:
+    (FOLDER / str(place)).touch()
+    if all((FOLDER / str(other)).exists() for other in range(2)):
+        (FOLDER / "replicas-run").touch()
+    try:
+        time.sleep(60)
+    finally:
+        (FOLDER / f"{place}-has-ended").touch()
 
 
 if __name__ == "__main__":
@@ -40,4 +39,5 @@ if __name__ == "__main__":
     (FOLDER / "slow_to_import.py").write_text(SLOW)
     sys.path.insert(0, str(FOLDER))
     environs = [dict(os.environ)] * 2
-    run_processes(Work(), range(2), environs, method="forkserver", preload=["slow_to_import"])
+    job = Job(print, (), "none", (0, 1), dict(os.environ), Setting(None, "default"), main=run)
+    run_processes(job, range(2), environs, method="forkserver", preload=["slow_to_import"])

@@ -26,7 +26,6 @@ from polyxla.plugin import (
     POLYXLA_DEVICES,
     POLYXLA_RUNTIME,
     EmulatedTpu,
-    TorchXlaLaunch,
     TpuSlice,
     attached_chips,
     ended_by_errors,
@@ -43,7 +42,7 @@ from polyxla.plugin import (
     update_environ,
 )
 from polyxla_pjrt import discovery, env
-from polyxla_pjrt.launching import launch, say_uncached
+from polyxla_pjrt.launching import run_job, say_uncached
 from polyxla_pjrt.plan import BRIDGED_CPU, PjrtPlan, is_prepared, plan_for, replica_environment, this_slice
 
 _own_answers = (tpu.num_available_chips, tpu.get_tpu_env, tpu.get_worker_ips)
@@ -132,10 +131,6 @@ def _check_chips() -> None:
     is_libtpus = environ.get(env.PJRT_DEVICE) == "TPU" and not environ.get(tpu_env.TPU_LIBRARY_PATH)
     if is_libtpus and not may_have_chips():
         raise discovery.no_chip(f"{env.PJRT_DEVICE}=TPU")
-
-
-def _run(plan: PjrtPlan, launched: TorchXlaLaunch) -> list[Any]:
-    return launch(plan, launched.call, launched, snapshot(), launched.method)
 
 
 def _join_torchrun() -> None:
@@ -278,7 +273,7 @@ def _install() -> None:
     _answer()
     with ended_by_errors():
         apply_environment()
-    handle_launches(_launch_plan, _run)
+    handle_launches("pjrt", _launch_plan, run_job)
     mend_torch_xla()
     first_device_use.watch(_replicas, _check_chips, _follow)
 

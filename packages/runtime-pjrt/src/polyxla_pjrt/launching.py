@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from polyxla.plugin import (
     POLYXLA_COMPILE_CACHE,
     Job,
-    ProcessMethod,
-    ProcessWork,
     refuse_if_device_in_use,
     refuse_inline,
     run_plan,
     say_once,
 )
 from polyxla_pjrt.plan import PjrtPlace, PjrtPlan
-
-if TYPE_CHECKING:
-    from polyxla.plugin import TorchXlaLaunch
 
 _REPLICAS, _BRIDGE = "polyxla_pjrt.replication", "polyxla_bridge.engine.jax_engine"
 
@@ -47,7 +41,8 @@ def run_job(job: Job, plan: PjrtPlan) -> list[Any]:
     if method == "fork" or (plan.kind == "TPU" and _holds_chips()):
         # A fork inherits this process's devices. A TPU's chips belong to one process at a time.
         refuse_if_device_in_use("launch")
-    return launch(plan, job.run, job, job.environ, method)
+    modules = preload(on_chips=not plan.is_bridged)
+    return run_plan(job, plan, run=_run_process, method=method, preload=modules)
 
 
 def _holds_chips() -> bool:
@@ -63,33 +58,11 @@ def _holds_chips() -> bool:
     return first_device_use.is_in_use() and xla_model.xla_real_devices([device])[0].startswith("TPU")
 
 
-def launch(
-    plan: PjrtPlan,
-    replica: Callable[[PjrtPlace], Any],
-    launched: Job | TorchXlaLaunch,
-    environ: Mapping[str, str],
-    method: ProcessMethod,
-) -> list[Any]:
-    """Run every replica of a plan and return their results, in the order of processes and threads.
-
-    Args:
-        plan: where the replicas run.
-        replica: what each of them runs.
-        launched: the user's function and its arguments, named in errors.
-        environ: the environment of the launch.
-        method: how the processes are made.
-    """
-    main = functools.partial(_run_process, replica, plan)
-    # The work names the user's function, so that an error in pickling names it too.
-    work = ProcessWork(main, launched.function, launched.args, environ)
-    return run_plan(plan, work, method=method, preload=preload(on_chips=not plan.is_bridged))
-
-
-def _run_process(replica: Callable[[PjrtPlace], Any], plan: PjrtPlan, process: int) -> list[Any]:
+def _run_process(job: Job, place: PjrtPlace) -> list[Any]:
     """Run the replicas of one process of a launch, in that process."""
     from polyxla_pjrt.replication import run_replicas
 
-    return run_replicas(replica, plan, process)
+    return run_replicas(job, place.plan, place.process)
 
 
 def say_uncached(environ: Mapping[str, str]) -> None:

@@ -28,6 +28,7 @@ from polyxla.plugin import (
     REPLICA_THREAD,
     CollectiveReplication,
     EmulatedTpu,
+    Job,
     OnlyReplica,
     Place,
     World,
@@ -148,7 +149,7 @@ class TorchXlaProbe:
         _native._xla_wait_device_ops(devices=self._devices)
 
 
-def run_replicas(replica: Callable[[PjrtPlace], Any], plan: PjrtPlan, process: int) -> list[Any]:
+def run_replicas(job: Job, plan: PjrtPlan, process: int) -> list[Any]:
     """Run every replica of this process and return their results, in the order of the threads.
 
     Raises the first exception of a replica at once: the other replicas may wait for that one in a collective
@@ -167,7 +168,7 @@ def run_replicas(replica: Callable[[PjrtPlace], Any], plan: PjrtPlan, process: i
     with naming_holders(), sigterm_ends_quietly():
         pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
-        return [_on_own_device(replica, Place(plan, process, 0))]
+        return [_on_own_device(job, Place(plan, process))]
     # A forked process creates torch's autograd engine again at the first use. Two threads must not do that at
     # once, and the engine has queues only for the devices that exist by then.
     torch.zeros((), requires_grad=True).backward()
@@ -176,17 +177,13 @@ def run_replicas(replica: Callable[[PjrtPlace], Any], plan: PjrtPlan, process: i
     _refuse_torch_compile()
     _refuse_full_graph()
     _give_loaders_their_replica()
-    return _run_threads(
-        [
-            functools.partial(_on_own_device, replica, Place(plan, process, i))
-            for i in range(plan.layout.threads)
-        ]
-    )
+    places = [Place(plan, process, thread) for thread in range(plan.layout.threads)]
+    return _run_threads([functools.partial(_on_own_device, job, place) for place in places])
 
 
-def _on_own_device(replica: Callable[[PjrtPlace], Any], place: PjrtPlace) -> Any:
+def _on_own_device(job: Job, place: PjrtPlace) -> Any:
     use_device(place.thread, place.plan.layout.threads)
-    return replica(place)
+    return job.run(place)
 
 
 def _isolate_process_groups() -> None:

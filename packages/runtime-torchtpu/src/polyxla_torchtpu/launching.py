@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from polyxla import UsageError
@@ -14,7 +13,6 @@ from polyxla.plugin import (
     POLYXLA_LIBTPU_HOST,
     Job,
     Place,
-    ProcessWork,
     refuse_inline,
     run_plan,
     snapshot,
@@ -46,11 +44,9 @@ def run_job(job: Job) -> list[Any]:
     """
     plan = plan_for(job.environ, _kind(job.environ), job.devices)
     plan.say()
-    main = functools.partial(_run_process, job.run, plan)
-    work = ProcessWork(main, job.function, job.args, job.environ)
     # Its processes are there already. Nothing is launched, so nothing below needs to be checked.
     if torchrun.process_count(job.environ) is not None:
-        return torchrun.run_here(work.run, plan, job.environ)
+        return torchrun.run_here(job, plan, _run_process)
     if plan.layout.replicas == 1 and job.process_method is None and _can_run_here(plan, job.start_method):
         return _run_inline(job, plan)
     refuse_inline(job.start_method, plan.layout.replicas)
@@ -61,26 +57,27 @@ def run_job(job: Job) -> list[Any]:
         # A process keeps its chips until it ends, so the replicas could not open them.
         refuse_if_device_in_use(is_emulated=plan.emulated is not None)
     return run_plan(
+        job,
         plan,
-        work,
+        run=_run_process,
         method=method,
         preload=preload(on_chips=plan.emulated is None),
         variables={env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0"},
     )
 
 
-def _run_process(replica: Callable[[TorchTpuPlace], Any], plan: TorchTpuPlan, process: int) -> list[Any]:
+def _run_process(job: Job, place: TorchTpuPlace) -> list[Any]:
     """Run the replica of one process of a launch, in that process."""
     from polyxla_torchtpu.replication import prepare
 
-    prepare(plan)
-    return _run_replica(replica, Place(plan, process))
+    prepare(place.plan)
+    return _run_replica(job, place)
 
 
-def _run_replica(replica: Callable[[TorchTpuPlace], Any], place: TorchTpuPlace) -> list[Any]:
+def _run_replica(job: Job, place: TorchTpuPlace) -> list[Any]:
     """Run a replica. If it fails, say which program was the first to fail: TorchTPU may not say it."""
     try:
-        return [replica(place)]
+        return [job.run(place)]
     except Exception as error:
         if place.plan.emulated:
             from polyxla_bridge.errors import first_failures
@@ -118,7 +115,7 @@ def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
 def _run_inline(job: Job, plan: TorchTpuPlan) -> list[Any]:
     whole = plan.process_environments(job.environ, os.cpu_count() or 1)[0]
     with temporary_environ(whole):
-        return _run_replica(job.run, Place(plan, 0))
+        return _run_replica(job, Place(plan, 0))
 
 
 def _kind(environ: Mapping[str, str]) -> str:

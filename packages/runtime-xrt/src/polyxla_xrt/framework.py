@@ -6,39 +6,36 @@ If the environment describes a TPU node, torch_xla's devices are its cores, and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch_xla.runtime as xr
 
 from polyxla.plugin import (
     POLYXLA_RUNTIME,
-    ProcessWork,
     ended_by_errors,
     first_device_use,
     from_environ,
+    handle_launches,
     mend_torch_xla,
     say_once,
     select,
     snapshot,
-    torch_xla_launch,
     unknown_variables,
     update_environ,
 )
 from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.config.cores import process_count
-from polyxla_xrt.launching import run_plan, run_process, wants_node
+from polyxla_xrt.launching import run_job, wants_node
 from polyxla_xrt.node import Node
-from polyxla_xrt.plan import Plan, configured_plan, requested_plan
+from polyxla_xrt.plan import NodePlan, configured_plan, requested_plan
 
 # The entry point names the class in this module, so that loading it runs `_install` as well.
 __all__ = ["Node"]
 
 
-def prepared_plan(nprocs: int | None = None) -> Plan | None:
+def prepared_plan(nprocs: int | None = None) -> NodePlan | None:
     """Return the plan of a plain torch_xla program in this environment; None if torch_xla decides.
 
     Args:
@@ -88,16 +85,10 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     return requested_plan(configuration, environ).program_environment()
 
 
-def _run(plan: Plan, launched: torch_xla_launch.TorchXlaLaunch) -> list[Any]:
-    main = functools.partial(run_process, launched.call, plan)
-    work = ProcessWork(main, launched.function, launched.args, snapshot())
-    return run_plan(plan, work, launched.method)
-
-
 def _install() -> None:
     with ended_by_errors():
         update_environ(prepare(snapshot()))
-    torch_xla_launch.handle_launches(prepared_plan, _run)
+    handle_launches("xrt", prepared_plan, run_job)
     mend_torch_xla()
     first_device_use.watch(_replicas)
     if wants_node(snapshot()):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from polyxla.plugin import (
     POLYXLA_DEVICES,
     POLYXLA_SECRET,
     Job,
-    ProcessMethod,
-    ProcessWork,
+    Place,
     derived,
     refuse_if_device_in_use,
     refuse_inline,
@@ -27,7 +25,7 @@ from polyxla_xrt.config.credential_files import read_token
 from polyxla_xrt.config.variables import find
 from polyxla_xrt.lease_holder import LeaseHolder
 from polyxla_xrt.own_assignment import leased_address
-from polyxla_xrt.plan import Place, Plan
+from polyxla_xrt.plan import NodePlace, NodePlan
 
 
 def preload() -> tuple[str, ...]:
@@ -35,7 +33,7 @@ def preload() -> tuple[str, ...]:
     return ("polyxla_xrt.replication",)
 
 
-def run_job(job: Job, plan: Plan) -> list[Any]:
+def run_job(job: Job, plan: NodePlan) -> list[Any]:
     """Run every replica of `job` on this host and return their results, in the order of the processes.
 
     Raises:
@@ -49,40 +47,34 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
     # without its threads, and the worker grants nobody the cores that this process holds.
     if method == "fork" or _has_cores(plan):
         refuse_if_device_in_use("launch")
-    main = functools.partial(run_process, job.run, plan)
-    return run_plan(plan, ProcessWork(main, job.function, job.args, job.environ), method)
+    environ = _with_secret(plan, job.environ)
+    # The lease outlives the processes: a worker whose lease ends tells them that the job is over.
+    with LeaseHolder(plan, environ) as lease:
+        environs = plan.process_environments(environ, lease.worker_address, lease.job, lease.mesh_address)
+        places = [Place(plan, process) for process in range(plan.cores)]
+        return run_processes(job, places, environs, run=_run_process, method=method, preload=preload())
 
 
-def _run_here(job: Job, plan: Plan) -> list[Any]:
+def _run_here(job: Job, plan: NodePlan) -> list[Any]:
     """Run the one replica in this process, which then holds the worker's core until it ends."""
     # torch_xla's engine reads the devices from here: this replica uses this one device only.
     environ = {**job.environ, POLYXLA_DEVICES: json.dumps(list(plan.devices))}
     return run_inline(replace(job, environ=environ), Place(plan, 0))
 
 
-def _has_cores(plan: Plan) -> bool:
+def _has_cores(plan: NodePlan) -> bool:
     """Return whether this process itself has leased the cores of the worker that the plan wants."""
     leased = leased_address()
     return leased is not None and leased == plan.address
 
 
-def run_process(replica: Callable[[Place], Any], plan: Plan, process: int) -> Any:
-    """Run this process's replica: what each process of a launch does, as the `main` of its `ProcessWork`."""
+def _run_process(job: Job, place: NodePlace) -> Any:
     from polyxla_xrt.replication import run_replica
 
-    return run_replica(replica, Place(plan, process))
+    return run_replica(job, place)
 
 
-def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
-    """Run every replica of a plan on this host and return their results, in the order of the processes."""
-    environ = _with_secret(plan, work.environ)
-    # The lease outlives the processes: a worker whose lease ends tells them that the job is over.
-    with LeaseHolder(plan, environ) as lease:
-        environs = plan.process_environments(environ, lease.worker_address, lease.job, lease.mesh_address)
-        return run_processes(work, range(len(environs)), environs, method=method, preload=preload())
-
-
-def _with_secret(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+def _with_secret(plan: NodePlan, environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with the job's secret. Several hosts derive it from their workers' token."""
     token = find(environ, env.POLYXLA_XRT_TOKEN_FILE)
     hosts = plan.configuration.hosts

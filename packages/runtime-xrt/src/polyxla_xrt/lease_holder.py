@@ -24,7 +24,7 @@ from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
 from polyxla_xrt.config.variables import Variable
 from polyxla_xrt.config.workers import Worker, read_workers, write_workers
 from polyxla_xrt.errors import WorkerLostError
-from polyxla_xrt.plan import Plan
+from polyxla_xrt.plan import NodePlan
 
 if TYPE_CHECKING:
     from polyxla_xrt.client.lease import Pod
@@ -70,7 +70,7 @@ class LeaseHolder:
         PolyxlaError: the worker is not available, or the mesh service cannot be started.
     """
 
-    def __init__(self, plan: Plan, environ: Mapping[str, str]) -> None:
+    def __init__(self, plan: NodePlan, environ: Mapping[str, str]) -> None:
         # These come first: an invalid value must fail before a process is started.
         limit_s, self._stall_s = job_wait_s(environ), stall_timeout_s(environ)
         ours, theirs = Pipe()
@@ -167,7 +167,7 @@ def main(descriptor: int) -> None:
         pipe.send(error)
 
 
-def _hold(pipe: Connection, plan: Plan, owner: JobOwner, environ: Mapping[str, str]) -> None:
+def _hold(pipe: Connection, plan: NodePlan, owner: JobOwner, environ: Mapping[str, str]) -> None:
     # gRPC is imported in the helper only: the launcher may fork.
     from polyxla_xrt.client.lease import Lease
     from polyxla_xrt.local_service import ensure_service
@@ -207,7 +207,7 @@ def _hold(pipe: Connection, plan: Plan, owner: JobOwner, environ: Mapping[str, s
             mesh.close(0)
 
 
-def _worker(plan: Plan, environ: Mapping[str, str]) -> tuple[Worker, Pod | None]:
+def _worker(plan: NodePlan, environ: Mapping[str, str]) -> tuple[Worker, Pod | None]:
     """Return this host's worker. Hosts after the first get the list of workers from the mesh service."""
     from polyxla_xrt.client.lease import Pod
     from polyxla_xrt.client.mesh import read_config

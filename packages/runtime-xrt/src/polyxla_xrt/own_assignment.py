@@ -9,10 +9,10 @@ from polyxla.plugin import say
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
 from polyxla_xrt.local_service import ensure_service
-from polyxla_xrt.plan import Plan
+from polyxla_xrt.plan import NodePlan
 
 
-def lease_cores(plan: Plan, environ: Mapping[str, str]) -> tuple[Assignment, Callable[[], None]]:
+def lease_cores(plan: NodePlan, environ: Mapping[str, str]) -> tuple[Assignment, Callable[[], None]]:
     """Lease all cores that this host drives for this process alone; no other replicas exist.
 
     Returns:

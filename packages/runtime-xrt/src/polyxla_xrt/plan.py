@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from polyxla import UsageError
-from polyxla.plugin import LOCALHOST, Device, World, free_ports, from_environ, pick_devices
+from polyxla.plugin import LOCALHOST, Device, Place, World, free_ports, from_environ, pick_devices
 from polyxla_xrt import env
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.configuration import Configuration, read_configuration
@@ -19,8 +20,8 @@ THREADS_PER_DEVICE = 4
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A job's replicas: each has a core, and a process.
+class NodePlan:
+    """The replicas of a job on a TPU node: each has a core, and a process.
 
     Attributes:
         configuration: the workers and hosts.
@@ -101,20 +102,11 @@ class Plan:
         return {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_ports(1)[0])}
 
 
-@dataclass(frozen=True)
-class Place:
-    """The position of a replica in a plan.
-
-    Attributes:
-        plan: the plan of all replicas.
-        process: the index of the replica's process on this host.
-    """
-
-    plan: Plan
-    process: int
+NodePlace: TypeAlias = Place[NodePlan]
+"""The place of one replica; its process is numbered on its host."""
 
 
-def plan_for(configuration: Configuration, devices: Sequence[int]) -> Plan:
+def plan_for(configuration: Configuration, devices: Sequence[int]) -> NodePlan:
     """Return the plan that uses some cores of a configuration.
 
     Args:
@@ -134,10 +126,19 @@ def plan_for(configuration: Configuration, devices: Sequence[int]) -> Plan:
             fix="Omit devices to use all cores.",
         )
     check_process_count(configuration, len(devices) // configuration.hosts, "devices")
-    return Plan(configuration, tuple(devices))
+    return NodePlan(_with_port(configuration), tuple(devices))
 
 
-def requested_plan(configuration: Configuration, environ: Mapping[str, str]) -> Plan:
+def _with_port(configuration: Configuration) -> Configuration:
+    """Choose the port of a worker that this host starts, if nothing but its number of cores is known."""
+    # The worker and its clients must know the same port before it listens, so it cannot choose one itself.
+    if not configuration.starts_service or any(worker.port for worker in configuration.workers):
+        return configuration
+    (worker,) = configuration.workers
+    return replace(configuration, workers=(replace(worker, port=free_ports(1)[0]),))
+
+
+def requested_plan(configuration: Configuration, environ: Mapping[str, str]) -> NodePlan:
     """Return the plan that the environment requests, as for a program that passes no ``devices``.
 
     Args:
@@ -159,7 +160,7 @@ def found_devices(configuration: Configuration) -> tuple[Device, ...]:
     )
 
 
-def configured_plan(environ: Mapping[str, str]) -> Plan:
+def configured_plan(environ: Mapping[str, str]) -> NodePlan:
     """Return the plan of an environment that describes a TPU node.
 
     Raises:

@@ -12,7 +12,7 @@ from polyxla_xrt import env
 from polyxla_xrt.client.probe import check_reachable
 from polyxla_xrt.discovery import discover, required_configuration
 from polyxla_xrt.launching import preload, run_job
-from polyxla_xrt.plan import Place, plan_for
+from polyxla_xrt.plan import NodePlace, plan_for
 
 
 @hookimpl
@@ -51,7 +51,7 @@ def polyxla_launch(job: Job) -> list[Any]:
 
 
 @hookimpl
-def polyxla_replication(job: Job, place: Place) -> Replication:
+def polyxla_replication(job: Job, place: NodePlace) -> Replication:
     """Return the replication of this process's replica, which first touches the device."""
     from polyxla_xrt.replication import NodeReplication
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch_xla.core.xla_model as xm
@@ -13,6 +13,7 @@ from torch_xla._internal import pjrt
 from polyxla.plugin import (
     POLYXLA_SECRET,
     CollectiveReplication,
+    Job,
     World,
     failures,
     prepare_process,
@@ -25,7 +26,7 @@ from polyxla_xrt import env, node
 from polyxla_xrt.client.mesh import MeshClient
 from polyxla_xrt.config.timeouts import stall_timeout_s
 from polyxla_xrt.errors import MissingError, ParticipantLostError
-from polyxla_xrt.plan import Place
+from polyxla_xrt.plan import NodePlace
 
 
 class NodeReplication(CollectiveReplication):
@@ -36,7 +37,7 @@ class NodeReplication(CollectiveReplication):
         environ: the job's environment.
     """
 
-    def __init__(self, place: Place, environ: Mapping[str, str]) -> None:
+    def __init__(self, place: NodePlace, environ: Mapping[str, str]) -> None:
         super().__init__(place.plan.configuration.kind, 0, environ)
         self.cache_counters = CACHE_COUNTERS
         self.world = place.plan.world(place.process)
@@ -49,11 +50,11 @@ class NodeReplication(CollectiveReplication):
         return payloads
 
 
-def run_replica(replica: Callable[[Place], Any], place: Place) -> Any:
+def run_replica(job: Job, place: NodePlace) -> Any:
     """Run the replica of this process and return its result.
 
     Args:
-        replica: what to run; called with `place`.
+        job: the job.
         place: the replica's place in the plan.
     """
     # This comes first, so that a stall during the preparation can be described, too.
@@ -65,7 +66,7 @@ def run_replica(replica: Callable[[Place], Any], place: Place) -> Any:
     pjrt.initialize_multiprocess(world.local_ordinal, world.local_world_size)
     with _rendezvous_through_mesh(world):
         use_device(0, 1)
-        return replica(place)
+        return job.run(place)
 
 
 @contextlib.contextmanager

@@ -139,9 +139,9 @@ def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:
     try:
         if callable(work):
             return Returned(work())
-        job, place = cloudpickle.loads(work)
+        run, job, place = cloudpickle.loads(work)
         remove_remote_modules()
-        return Returned(job.run(place))
+        return Returned(run(job, place))
     except BaseException as raised:
         # It may come from loading the work as well, which imports the program's modules.
         error = tracebacks.as_error(raised, "the replica's process")

@@ -34,7 +34,7 @@ class Setup:
         path: its `sys.path`.
         directory: its working directory.
         authkey: by which it proves to a manager of multiprocessing that it belongs to this program.
-        work: the pickled work and place.
+        work: pickled: the function to call, and its arguments, the job and the place.
     """
 
     environ: dict[str, str]

@@ -1,7 +1,7 @@
 """Replicas as processes: started with an environment of their own, monitored, and always ended.
 
 The launching process has one pipe to each child (`polyxla.launcher.child`): the child sends hello, receives
-the work, and answers once. Until then it reports which replicas have started and returned, and may say that
+the job, and answers once. Until then it reports which replicas have started and returned, and may say that
 they stall; the launching process then asks all others for their position and ends them
 (`polyxla.launcher.failures`). The end of a child without an answer is noticed at once, because its end of the
 pipe closes; or within `LIVENESS_CHECK_S`, where a process that the child forked, such as a data loader's
@@ -18,9 +18,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 from polyxla import env
 from polyxla.contracts.job import Job, ProcessMethod, StartMethod
@@ -36,46 +35,6 @@ EXIT_GRACE_S = 0.5
 """Time for a process that has answered to exit before the job's other processes are ended, in seconds."""
 LIVENESS_CHECK_S = 1.0
 """How often to check whether the children are alive, in seconds."""
-
-
-class Work(Protocol):
-    """The work of each process: a `polyxla.Job`, or a runtime's `ProcessWork`."""
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The user's function, named in errors."""
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The function's arguments, named in errors."""
-
-    @property
-    def environ(self) -> Mapping[str, str]:
-        """The environment with the timeouts."""
-
-    def run(self, place: Any) -> Any:
-        """Run in the new process; return what the launching process receives."""
-
-
-@dataclass(frozen=True)
-class ProcessWork:
-    """The work of each process, for runtimes that run several replicas, or a plain function, in it.
-
-    Attributes:
-        main: called with the process's place; a module's function, or a partial of one, so that it pickles.
-        function: the user's function, named in errors.
-        args: its arguments, named in errors.
-        environ: the environment with the timeouts.
-    """
-
-    main: Callable[[Any], Any]
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    environ: Mapping[str, str]
-
-    def run(self, place: Any) -> Any:
-        """Call `main`."""
-        return self.main(place)
 
 
 def run_inline(job: Job, place: Any = None) -> list[Any]:
@@ -99,41 +58,44 @@ def refuse_inline(start_method: StartMethod, replicas: int) -> None:
 
 
 def run_processes(
-    work: Work,
+    job: Job,
     places: Sequence[Any],
     environs: Sequence[Mapping[str, str]],
     *,
+    run: Callable[[Job, Any], Any] = Job.run,
     method: ProcessMethod = "spawn",
     preload: Sequence[str] = (),
 ) -> list[Any]:
-    """Run ``work.run(place)`` in a process for each place; return the results in that order.
+    """Call ``run(job, place)`` in a process for each place; return the results in that order.
 
     When one fails, the others are ended within `STOP_GRACE_S` and its exception is raised here.
 
     Args:
-        work: what to run. Unless the processes are forked from this one it must pickle (functions of scripts
+        job: what to run. Unless the processes are forked from this one it must pickle (functions of scripts
             and notebooks do, lambdas too).
-        places: passed to ``work.run``, one for each process.
+        places: one for each process.
         environs: the whole environment of each process.
+        run: called in each process. A runtime passes a function of its own if a process needs preparation, or
+            runs several replicas.
         method: ``spawn`` starts a fresh Python each; ``forkserver`` starts one, which imports `preload`,
             forks them, and stays for later launches; ``fork`` forks this process with its memory.
         preload: names of the modules that every process needs; importing them must start nothing.
 
     Raises:
-        UsageError: the work cannot be sent to another process.
+        UsageError: the job cannot be sent to another process.
         ReplicaLostError: a process ended without an answer, or never sent hello.
         StalledError: replicas waited for each other too long.
         Exception: what a replica raised, with the text of its traceback as the cause.
     """
-    timeout_s = env.timeout_s(work.environ, env.POLYXLA_START_TIMEOUT_S)
+    timeout_s = env.timeout_s(job.environ, env.POLYXLA_START_TIMEOUT_S)
     children: list[ReplicaProcess] = []
     # It is this process's own, and a signal may end this one, too.
     remove_remote_modules()
     try:
         if method == "fork":
-            _fork(work, places, environs, children)
+            _fork(run, job, places, environs, children)
         else:
-            setups = _setups(work, places, environs)
+            setups = _setups(run, job, places, environs)
             pairs = [multiprocessing.connection.Pipe() for _ in places]
             server = running_fork_server(environs[0], preload) if method == "forkserver" else None
             for index, (ours, theirs) in enumerate(pairs):
@@ -154,7 +116,11 @@ def run_processes(
 
 
 def _fork(
-    work: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]], children: list[ReplicaProcess]
+    run: Callable[[Job, Any], Any],
+    job: Job,
+    places: Sequence[Any],
+    environs: Sequence[Mapping[str, str]],
+    children: list[ReplicaProcess],
 ) -> None:
     # Each fork would otherwise write the buffered output once more.
     sys.stdout.flush()
@@ -166,25 +132,27 @@ def _fork(
             if pid == 0:
                 for pipe in [ours, *(child.pipe for child in children)]:
                     pipe.close()
-                serve_forked(theirs, environ, functools.partial(work.run, place))
+                serve_forked(theirs, environ, functools.partial(run, job, place))
             children.append(ReplicaProcess(index, OwnProcess(pid), ours))
         theirs.close()
 
 
-def _setups(work: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Setup]:
+def _setups(
+    run: Callable[[Job, Any], Any], job: Job, places: Sequence[Any], environs: Sequence[Mapping[str, str]]
+) -> list[Setup]:
     directory = str(env.working_directory())
     authkey = bytes(multiprocessing.current_process().authkey)
     return [
-        Setup(dict(environ), sys.argv, sys.path, directory, authkey, _pickled(work, place))
+        Setup(dict(environ), sys.argv, sys.path, directory, authkey, _pickled(run, job, place))
         for place, environ in zip(places, environs, strict=True)
     ]
 
 
-def _pickled(work: Work, place: Any) -> bytes:
+def _pickled(run: Callable[[Job, Any], Any], job: Job, place: Any) -> bytes:
     try:
-        return dumps((work, place))
+        return dumps((run, job, place))
     except Exception as error:
-        culprit = next((name for name, part in _named_parts(work) if not pickles(part)), "the job")
+        culprit = next((name for name, part in _named_parts(job) if not pickles(part)), "the job")
         raise UsageError(
             f"{culprit} cannot be sent to another process: {error}",
             where="launch",
@@ -193,9 +161,9 @@ def _pickled(work: Work, place: Any) -> bytes:
         ) from error
 
 
-def _named_parts(work: Work) -> list[tuple[str, Any]]:
-    name = getattr(work.function, "__qualname__", repr(work.function))
-    return [(f"train_fn ({name})", work.function), *((f"args[{i}]", arg) for i, arg in enumerate(work.args))]
+def _named_parts(job: Job) -> list[tuple[str, Any]]:
+    name = getattr(job.function, "__qualname__", repr(job.function))
+    return [(f"train_fn ({name})", job.function), *((f"args[{i}]", arg) for i, arg in enumerate(job.args))]
 
 
 def _greet(child: ReplicaProcess, setup: Setup, timeout_s: float) -> None:

@@ -3,43 +3,47 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from polyxla.contracts.job import ProcessMethod
-from polyxla.launcher.processes import ProcessWork, run_processes
+from polyxla.contracts.job import Job, ProcessMethod
+from polyxla.launcher.processes import run_processes
 from polyxla.tpu import torchrun
-from polyxla.tpu.layout import Plan
+from polyxla.tpu.layout import Place, PlanT
 from polyxla.tpu.monitor.server import monitored
 from polyxla.tpu.secret import with_secret
 
 
 def run_plan(
-    plan: Plan,
-    work: ProcessWork,
+    job: Job,
+    plan: PlanT,
     *,
+    run: Callable[[Job, Place[PlanT]], list[Any]],
     method: ProcessMethod,
     preload: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run every replica of a plan and return their results, in the order of processes and threads.
+    """Run every replica of a job and return their results, in the order of processes and threads.
 
     In a process that torchrun started, run the replicas of this process and return theirs.
 
     Args:
+        job: the job.
         plan: where the replicas run.
-        work: run once for each process; returns the results of its replicas.
+        run: called once in each process, with the place of its first replica; returns the results of all its
+            replicas.
         method: how the processes are made.
         preload: names of the modules that the fork server imports.
         variables: added to the environment of each process.
     """
     plan.say()
-    if torchrun.process_count(work.environ) is not None:
-        return torchrun.run_here(work.run, plan, work.environ)
+    if torchrun.process_count(job.environ) is not None:
+        return torchrun.run_here(job, plan, run)
     # Before the monitor starts: it admits only processes that know the secret.
-    environ = with_secret(work.environ, len(plan.launching_hosts) or 1)
+    environ = with_secret(job.environ, len(plan.launching_hosts) or 1)
     with monitored(plan.launching_hosts, plan.own_host, environ) as monitor:
         added = {**(variables or {}), **monitor}
         environs = [own | added for own in plan.process_environments(environ, os.cpu_count() or 1)]
-        results = run_processes(work, plan.processes_here, environs, method=method, preload=preload)
+        places = [Place(plan, process) for process in plan.processes_here]
+        results = run_processes(job, places, environs, run=run, method=method, preload=preload)
     return [result for of_process in results for result in of_process]

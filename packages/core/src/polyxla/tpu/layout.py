@@ -18,6 +18,7 @@ from polyxla.tpu.slices import TpuSlice, host_core
 from polyxla.tpu.topology import join
 
 PlanT = TypeVar("PlanT", bound="Plan")
+_AnyPlanT = TypeVar("_AnyPlanT")
 
 
 @dataclass(frozen=True)
@@ -123,16 +124,16 @@ class Plan(ABC):
 
 
 @dataclass(frozen=True)
-class Place(Generic[PlanT]):
+class Place(Generic[_AnyPlanT]):
     """The place of one replica in a plan.
 
     Attributes:
-        plan: where all replicas run.
+        plan: where all replicas run: a runtime's plan.
         process: number of its process.
         thread: number of its thread within the process.
     """
 
-    plan: PlanT
+    plan: _AnyPlanT
     process: int
     thread: int = 0
 

@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import polyxla.env
+from polyxla.contracts.job import Job
 from polyxla.env import POLYXLA_SECRET
 from polyxla.errors import UsageError
 from polyxla.tpu import env
-from polyxla.tpu.layout import Plan
+from polyxla.tpu.layout import Place, Plan, PlanT
 from polyxla.tpu.monitor.server import monitored
 from polyxla.tpu.secret import sealed, shared_secret, unsealed
 
@@ -89,18 +90,19 @@ def _process(plan: Plan, environ: Mapping[str, str]) -> int:
     return plan.processes_here[int(environ.get(env.LOCAL_RANK, environ[env.RANK]))]
 
 
-def run_here(run: Callable[[int], list[Any]], plan: Plan, environ: Mapping[str, str]) -> list[Any]:
+def run_here(job: Job, plan: PlanT, run: Callable[[Job, Place[PlanT]], list[Any]]) -> list[Any]:
     """Run the replicas of this process, which torchrun has started, and return their results.
 
     Args:
-        run: called with the process's number, in the environment that it needs.
+        job: the job.
         plan: where all replicas run.
-        environ: the job's environment.
+        run: called in the environment that this process needs, with the place of its first replica.
     """
+    environ = job.environ
     own = environment(plan, environ, os.cpu_count() or 1)
     whole, secret = {**environ, **own}, {POLYXLA_SECRET: own[POLYXLA_SECRET]}
     with _watched(plan, {**environ, **secret}) as variables, polyxla.env.temporary_environ(whole | variables):
-        return run(_process(plan, environ))
+        return run(job, Place(plan, _process(plan, environ)))
 
 
 @contextlib.contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import multiprocessing.spawn
 import pickle
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,52 +18,53 @@ _MAIN = ("init_main_from_path", "init_main_from_name")
 
 
 @dataclass(frozen=True)
-class Call:
+class MainModuleCall:
     """A call of a function of the main module, made in a replica process.
 
     The process imports the main module again under another name, so that objects created at import (locks,
     settings, random seeds) exist in every process. It does so when it unpickles the call, before it opens a
-    device, because the module may register plugins. Functions of a notebook are pickled by value.
+    device, because the module may register plugins.
 
     Attributes:
-        call: function, arguments and keyword arguments.
-        pickled: these, pickled for a process that has imported the main module.
-        main: multiprocessing's preparation data, by which the process imports the main module; None if it
-            need not.
+        call: the call.
+        pickled: the same, pickled for a process that has imported the main module.
+        main: multiprocessing's preparation data, by which the process imports the main module.
         replicas: number of replicas of the launch, which the main module may ask for.
     """
 
-    call: Any
-    pickled: bytes = b""
-    main: dict[str, Any] | None = None
-    replicas: int = 1
+    call: Callable[[], Any]
+    pickled: bytes
+    main: dict[str, Any]
+    replicas: int
 
-    @classmethod
-    def for_new_process(cls, *call: Any, replicas: int) -> Call:
-        """Prepare a call for a process that shares nothing with this one."""
-        data = multiprocessing.spawn.get_preparation_data("polyxla")
-        if not data.keys() & set(_MAIN):
-            return cls(call)
-        names = (*_MAIN, "sys_argv", "dir", "orig_dir")
-        return cls(call, pickle.dumps(call), {name: data[name] for name in names if name in data}, replicas)
+    def __call__(self) -> Any:
+        """Make the call."""
+        return self.call()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Import the main module where the call is unpickled."""
-        arguments = (self.pickled, self.main, self.replicas)
-        return (Call, (self.call,)) if self.main is None else (_loaded, arguments)
-
-    def __call__(self, place: Any) -> Any:
-        """Make the call in a replica; `place` is ignored."""
-        function, args, kwargs = self.call
-        return function(*args, **kwargs)
+        """Import the main module where the call is unpickled, which is then the call alone."""
+        return _loaded, (self.pickled, self.main, self.replicas)
 
 
-def _loaded(pickled: bytes, main: dict[str, Any], replicas: int) -> Call:
+def for_new_process(call: functools.partial[Any], replicas: int) -> Callable[[], Any]:
+    """Prepare a call for a process that shares nothing with this one.
+
+    A notebook has no main module to import: its functions are pickled by value.
+    """
+    data = multiprocessing.spawn.get_preparation_data("polyxla")
+    if not data.keys() & set(_MAIN):
+        return call
+    names = (*_MAIN, "sys_argv", "dir", "orig_dir")
+    main = {name: data[name] for name in names if name in data}
+    return MainModuleCall(call, pickle.dumps(call), main, replicas)
+
+
+def _loaded(pickled: bytes, main: dict[str, Any], replicas: int) -> Any:
     # While it is set, a launch in the script is refused, and world sizes are those of the launch.
     importing.append(replicas)
     try:
         multiprocessing.spawn.prepare(main)
-        return Call(pickle.loads(pickled))
+        return pickle.loads(pickled)
     finally:
         importing.clear()
 

@@ -9,7 +9,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -17,31 +17,30 @@ import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 
 from polyxla import presence
+from polyxla.contracts.job import Job, ReplicaResult
+from polyxla.env import Setting, snapshot
 from polyxla.tracebacks import Folded, leave_replica
 from polyxla.xla import first_device_use, launches
-from polyxla.xla.main_module import Call, refuse_while_importing
+from polyxla.xla.main_module import for_new_process, refuse_while_importing
 
 _LAUNCH, _SPAWN = "torch_xla.launch", "xmp.spawn"
 _PlanT = TypeVar("_PlanT")
 
 
-@dataclass(frozen=True)
-class NumberedCall:
-    """A call that returns the replica's ordinal too: the order of the processes does not imply it."""
+def run_replica(job: Job, place: Any) -> ReplicaResult:
+    """Call a plain program's function in a replica, and wait until its device has finished.
 
-    call: Call
-
-    def __call__(self, place: Any) -> tuple[int, Any]:
-        """Make the call in a replica, and wait until its device has finished."""
-        ordinal = xr.global_ordinal()
-        try:
-            with presence.running(ordinal):
-                result = self.call(place)
-                # For this device only: waiting takes a device's lock, and another replica may be using its.
-                xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
-                return ordinal, result
-        except BaseException as error:
-            leave_replica(error, _named(ordinal))
+    The result carries the ordinal: the order of the processes does not imply it.
+    """
+    ordinal = xr.global_ordinal()
+    try:
+        with presence.running(ordinal):
+            value = job.function(*job.args)
+            # For this device only: waiting takes a device's lock, and another replica may be using its.
+            xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
+            return ReplicaResult(ordinal, value)
+    except BaseException as error:
+        leave_replica(error, _named(ordinal))
 
 
 @dataclass(frozen=True)
@@ -68,46 +67,31 @@ def _named(ordinal: int) -> str:
     return f"the replica with ordinal {ordinal}"
 
 
-@dataclass(frozen=True)
-class TorchXlaLaunch:
-    """A launch by a plain torch_xla program.
-
-    Attributes:
-        call: called in each replica with its place; returns its ordinal and its result.
-        function: the program's function, named in errors.
-        args: its arguments, named in errors.
-        method: how the processes are made.
-    """
-
-    call: NumberedCall
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    method: Literal["fork", "forkserver"]
-
-
 def handle_launches(
+    runtime: str,
     prepared: Callable[[int | None], _PlanT | None],
-    run: Callable[[_PlanT, TorchXlaLaunch], Iterable[tuple[int, Any]]],
+    run: Callable[[Job, _PlanT], Iterable[ReplicaResult]],
 ) -> None:
     """Handle the launches of plain programs from now on, if the runtime has a plan for them.
 
     Otherwise the previous handler does, which is another runtime's or torch_xla's. The order does not matter.
 
     Args:
+        runtime: the runtime's name.
         prepared: returns the runtime's plan of the replicas in this environment; None to leave the launch to
             the previous handler. Its argument is the ``nprocs`` of ``xmp.spawn``, or None for all replicas;
             it raises `UsageError` if there cannot be so many.
-        run: runs every replica of the plan and returns what ``call`` returned in each, in any order.
+        run: runs every replica of the job, placed by the plan, and returns what ``job.run`` returned in each,
+            in any order.
     """
     previous: Callable[..., dict[int, Any]] = pjrt.run_multiprocess
     previous_spawn: Callable[..., Any] = pjrt.spawn
 
-    def launch(
-        plan: _PlanT, function: Callable[..., Any], args: Any, kwargs: Any, method: str, nprocs: int | None
-    ) -> dict[int, Any]:
+    def launch(plan: _PlanT, call: functools.partial[Any], method: str, nprocs: int | None) -> dict[int, Any]:
         with Folded():
-            results = run(plan, _launched(function, args, kwargs, method, nprocs))
-        return dict(sorted(results, key=operator.itemgetter(0)))
+            results = run(_job(runtime, call, method, nprocs), plan)
+        ordered = sorted(results, key=operator.attrgetter("ordinal"))
+        return {result.ordinal: result.value for result in ordered}
 
     def run_multiprocess(
         function: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
@@ -120,7 +104,7 @@ def handle_launches(
         plan = prepared(None)
         if plan is None:
             return previous(LaunchedFunction(function), *args, start_method=start_method, **kwargs)
-        return launch(plan, function, args, kwargs, start_method, None)
+        return launch(plan, functools.partial(function, *args, **kwargs), start_method, None)
 
     @functools.wraps(previous_spawn)
     def spawn(
@@ -130,7 +114,7 @@ def handle_launches(
             refuse_while_importing(_SPAWN)
             if (plan := prepared(nprocs)) is not None:
                 launches.append(fn)
-                launch(plan, pjrt._SpawnFn(fn, *args), (), {}, start_method, nprocs)
+                launch(plan, functools.partial(pjrt._SpawnFn(fn, *args)), start_method, nprocs)
                 return None
         # With nprocs, torch_xla calls the function itself; otherwise it calls `run_multiprocess`.
         function = fn if nprocs is None else LaunchedFunction(fn)
@@ -148,17 +132,25 @@ def join() -> None:
 _joined: list[bool] = []
 
 
-def _launched(
-    function: Callable[..., Any], args: Any, kwargs: Any, start_method: str, nprocs: int | None
-) -> TorchXlaLaunch:
-    """Return the launch; all methods but ``fork`` import the main module in each process.
+def _job(runtime: str, call: functools.partial[Any], start_method: str, nprocs: int | None) -> Job:
+    """Return the job; all methods but ``fork`` import the main module in each process.
 
     Raises:
         UsageError: this process already uses a device.
     """
     first_device_use.refuse(_LAUNCH)
-    if start_method == "fork":
-        return TorchXlaLaunch(NumberedCall(Call((function, args, kwargs))), function, args, "fork")
+    is_fork = start_method == "fork"
     # No device is in use: this is the number of replicas that a launch starts.
-    call = Call.for_new_process(function, args, kwargs, replicas=nprocs or xr.world_size())
-    return TorchXlaLaunch(NumberedCall(call), function, args, "forkserver")
+    function = call if is_fork else for_new_process(call, replicas=nprocs or xr.world_size())
+    return Job(
+        main=run_replica,
+        # The arguments are in the call, which pickles both by the rules of multiprocessing.
+        function=function,
+        args=(),
+        runtime=runtime,
+        # The runtime's plan has chosen them.
+        devices=(),
+        environ=snapshot(),
+        precision=Setting(None, "default"),
+        start_method="fork" if is_fork else "forkserver",
+    )

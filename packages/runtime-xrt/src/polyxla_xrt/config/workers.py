@@ -36,7 +36,7 @@ class Worker:
         name: such as ``tpu_worker``.
         task: its number, ``0 <= task``.
         host: a host name or an address; IPv6 without brackets.
-        port: 1 to 65535, or 0 if the service chooses one when it starts.
+        port: 1 to 65535, or 0 if the plan chooses one for the worker that this host starts.
     """
 
     name: str
