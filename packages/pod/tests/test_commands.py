@@ -121,7 +121,7 @@ def test_a_log_has_every_hosts_lines_also_hidden_tracebacks(stand_in: Pod) -> No
 
 def test_a_log_can_be_followed_to_the_jobs_end(stand_in: Pod) -> None:
     process = stand_in.start_run("one,two", *stand_in.program("steps.py", "2"))
-    # The record is there before the first host is connected.
+    # The log is there before the first host is connected.
     wait_until(lambda: bool(list(stand_in.directory.glob("state/polyxla/pod/*/job.json"))), "the job")
     followed = stand_in.call("logs", "--follow")
     assert stand_in.finish(process).returncode == 0

@@ -109,34 +109,32 @@ def run(
 
 def _run(job: PodJob, transport: Transport, as_json: bool) -> int:
     # Imported here, because the command line of every user loads this module.
-    from polyxla_pod.launcher.records import Recorder, root
+    from polyxla_pod.launcher.history import JobLog, root
     from polyxla_pod.launcher.run import JobRunner
     from polyxla_pod.pipeline import HostState
     from polyxla_pod.screens import LiveScreen, PlainScreen
 
     states = [HostState(name) for name in job.hosts]
-    # The record exists before anything starts, so that `polyxla pod kill` works at once.
-    recorder = Recorder(root(env.snapshot()), {"command": list(job.command)}, states)
+    # The log exists before anything starts, so that `polyxla pod kill` works at once.
+    log = JobLog(root(env.snapshot()), {"command": list(job.command)}, states)
     # With standard output in a file or a pipe, control sequences of the table would end up there.
     is_live = sys.stdout.isatty() and sys.stderr.isatty() and not as_json
     screen = LiveScreen(states) if is_live else PlainScreen(errors_only=as_json)
-    say(
-        f"pod: job {recorder.id} on {len(job.hosts)} host(s); `polyxla pod logs {recorder.id}` prints its log"
-    )
+    say(f"pod: job {log.id} on {len(job.hosts)} host(s); `polyxla pod logs {log.id}` prints its log")
     try:
-        result = JobRunner(job, transport, states, screen, recorder).run()
+        result = JobRunner(job, transport, states, screen, log).run()
     except UsageError as error:
         # A job that was refused is still a job in `polyxla pod ps`, with its reason.
-        recorder.close(error.exit_code, [str(error)])
+        log.close(error.exit_code, [str(error)])
         raise
     finally:
         # This runs after a signal as well: the live table has hidden the terminal's cursor.
         screen.close()
     failures = [failure.text for failure in result.failures]
-    recorder.close(result.exit_code, failures)
+    log.close(result.exit_code, failures)
     if as_json:
         hosts = [state.as_json() for state in states]
-        document = {"job": recorder.id, "exit_code": result.exit_code, "attempts": result.attempts}
+        document = {"job": log.id, "exit_code": result.exit_code, "attempts": result.attempts}
         print_json({**document, "failures": failures, "hosts": hosts})
     return result.exit_code
 
@@ -259,11 +257,11 @@ def host() -> None:
 @app.command()
 def ps(job: JobArgument = None, as_json: JsonFlag = False) -> None:
     """List the jobs that were started on this machine, or the hosts of one."""
-    from polyxla_pod.launcher import records
+    from polyxla_pod.launcher import history
 
     with plain_errors(as_json):
-        directory = records.root(env.snapshot())
-        found = [records.find(directory, job)] if job else records.read_all(directory)
+        directory = history.root(env.snapshot())
+        found = [history.find(directory, job)] if job else history.read_all(directory)
         if as_json:
             print_json({"jobs": found})
         elif job:
@@ -273,9 +271,7 @@ def ps(job: JobArgument = None, as_json: JsonFlag = False) -> None:
                 ["", *names], [[f"w{n}", *(_cell(host[name]) for name in names)] for n, host in hosts]
             )
         else:
-            print_table(
-                ["job", "state", "started", "hosts", "command"], [_job_row(record) for record in found]
-            )
+            print_table(["job", "state", "started", "hosts", "command"], [_job_row(known) for known in found])
 
 
 def _job_row(job: dict[str, Any]) -> list[Any]:
@@ -304,11 +300,11 @@ def logs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")] = False,
 ) -> None:
     """Print the output of a job that was started on this machine; by default of the newest."""
-    from polyxla_pod.launcher import records
+    from polyxla_pod.launcher import history
 
     with plain_errors(as_json):
-        directory = records.root(env.snapshot())
-        for line in records.log_lines(directory, records.find(directory, job), only, follow=follow):
+        directory = history.root(env.snapshot())
+        for line in history.log_lines(directory, history.find(directory, job), only, follow=follow):
             document = {"time": line.since_s, "hosts": line.hosts, "stream": line.stream, "text": line.text}
             typer.echo(json.dumps(document) if as_json else str(line))
 
@@ -316,12 +312,12 @@ def logs(
 @app.command()
 def kill(job: Annotated[str, typer.Argument(metavar="JOB")], as_json: JsonFlag = False) -> None:
     """End a job that was started on this machine, on all of its hosts."""
-    from polyxla_pod.launcher import records
+    from polyxla_pod.launcher import history
 
     with plain_errors(as_json):
-        directory = records.root(env.snapshot())
-        found = records.find(directory, job)
-        has_ended = records.end(directory, found)
+        directory = history.root(env.snapshot())
+        found = history.find(directory, job)
+        has_ended = history.end(directory, found)
         if as_json:
             print_json({"job": found["id"], "ended": has_ended})
         if not has_ended:

@@ -1,4 +1,4 @@
-"""Records of jobs on the launching machine, for ``polyxla pod ps``, ``logs`` and ``kill``.
+"""The jobs that were started on this machine, for ``polyxla pod ps``, ``logs`` and ``kill``.
 
 A job lives as long as its launcher, which holds a lock in the job's directory. The lock tells what runs
 without a question to a host, even after a launcher was killed.
@@ -24,7 +24,7 @@ from polyxla_pod.folding import FoldedLine
 from polyxla_pod.pipeline import HostState
 
 KEPT = 50
-"""How many jobs' records are kept."""
+"""How many jobs are kept."""
 WRITE_S = 1.0
 """How often the hosts' states are written, in seconds."""
 END_S = 20.0
@@ -32,16 +32,16 @@ END_S = 20.0
 
 
 def root(environ: Mapping[str, str]) -> Path:
-    """Return the directory of all records. Source: the XDG Base Directory Specification."""
+    """Return the directory of all jobs. Source: the XDG Base Directory Specification."""
     state = environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "polyxla" / "pod"
 
 
-class Recorder:
-    """Writes the record of one running job. If it cannot be written, the job goes on without it.
+class JobLog:
+    """Writes a running job's output and state. If they cannot be written, the job goes on without them.
 
     Args:
-        directory: the directory of all records.
+        directory: the directory of all jobs.
         description: what is known at the start, as JSON-compatible values; without the values of variables.
         states: the hosts, whose states are written while the job runs.
     """
@@ -94,7 +94,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _losable(self) -> Iterator[None]:
-        """Report the first failure to write, such as on a full disk: a job is worth more than its record."""
+        """Report the first failure to write, such as on a full disk: a job is worth more than its log."""
         try:
             yield
         except OSError as error:
@@ -125,26 +125,26 @@ def is_running(directory: Path) -> bool:
 
 
 def read_all(directory: Path) -> list[dict[str, Any]]:
-    """Return the records of all jobs, oldest first; ``running`` says whether the launcher lives."""
+    """Return what is known of all jobs, oldest first; ``running`` says whether the launcher lives."""
     found = []
     for path in sorted(directory.glob("*/job.json")):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            job = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            # Another launcher may just have removed this record.
+            # Another launcher may just have removed this job.
             continue
-        found.append({**record, "running": is_running(path.parent)})
-    return sorted(found, key=lambda record: float(record["started"]))
+        found.append({**job, "running": is_running(path.parent)})
+    return sorted(found, key=lambda job: float(job["started"]))
 
 
 def find(directory: Path, job: str | None) -> dict[str, Any]:
-    """Return the record of a job, by its id or the beginning of it; by default of the newest.
+    """Return what is known of a job, by its id or the beginning of it; by default of the newest.
 
     Raises:
         UsageError: there is no such job, or several jobs have ids with this beginning.
     """
     jobs = read_all(directory)
-    found = [record for record in jobs if record["id"].startswith(job)] if job else jobs[-1:]
+    found = [known for known in jobs if known["id"].startswith(job)] if job else jobs[-1:]
     if len(found) == 1:
         return found[0]
     what = (
@@ -161,8 +161,8 @@ def log_lines(
     """Return the lines of a job's log.
 
     Args:
-        directory: the directory of all records.
-        job: the job's record.
+        directory: the directory of all jobs.
+        job: what is known of the job.
         host: the only host to return lines of; None for all.
         follow: whether to wait for further lines as long as the job runs.
     """
