@@ -101,17 +101,20 @@ def polyxla_launch_finished(summaries: Mapping[int, Sequence[Any]]) -> None:
 @hookimpl
 def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
     """Add checkpoints in every replica; progress, log files, observer and profile on ordinal 0."""
-    return [*_every_replicas(replica, fit), *(_first_replicas(replica, fit) if replica.is_first else ())]
+    return [
+        *_for_every_replica(replica, fit),
+        *(_for_first_replica(replica, fit) if replica.is_first else ()),
+    ]
 
 
-def _every_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
+def _for_every_replica(replica: Replica, fit: Fit) -> Iterator[object]:
     if fit.options.checkpoint_dir is not None:
         from polyxla_training.listeners.checkpointing import CheckpointListener
 
         yield CheckpointListener(replica, fit, fit.options.checkpoint_dir)
 
 
-def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
+def _for_first_replica(replica: Replica, fit: Fit) -> Iterator[object]:
     from polyxla_training.observe.observer import AfterListeners, Observer
     from polyxla_training.observe.step_counters import LoggedValues
 
