@@ -129,6 +129,7 @@ def setting(environ: Mapping[str, str], name: str, default: str | None) -> Setti
     return Setting(default, "default")
 
 
+# The variable stays the same while a program runs, and each setting asks for it.
 @functools.lru_cache(maxsize=1)
 def _origins(text: str) -> Mapping[str, str]:
     """Read the origins in a value of `POLYXLA_RUN`."""

@@ -116,6 +116,7 @@ class PluginManager(pluggy.PluginManager):
     def __init__(self) -> None:
         super().__init__(hookspecs.PROJECT)
         self.add_hookspecs(hookspecs)
+        # All specs come before the first plugin: each is checked against them when it is registered.
         for point in _entry_points(HOOKSPECS):
             self._add_installed_hookspecs(point)
 
@@ -291,6 +292,7 @@ def constants(*modules: ModuleType) -> frozenset[str]:
 def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return a warning for each variable with the prefix that neither the core nor a plugin declares."""
     known = set(constants(env))
+    # A name in lower case is a mistake too: variables are case-sensitive.
     found = {name for name in environ if name.upper().startswith(PREFIX)}
     # Plugins are loaded only if something is left to explain: loading takes time at every start.
     if not found <= known:

@@ -61,6 +61,7 @@ def count_steps(ordinal: int, count: Callable[[], int]) -> None:
 
 
 def _notify(position: Position) -> None:
+    # This runs in the replica's thread: a listener may ask for that thread's device.
     for listener in _listeners:
         listener(position)
 

@@ -94,6 +94,7 @@ def discover(entry: RuntimeEntry, environ: Mapping[str, str], accelerator: str) 
         return Candidate(entry, error=error)
     try:
         found = manager.hook.polyxla_discover_devices(environ=environ, accelerator=accelerator)
+    # Another author's plugin may raise anything, and must not keep the other runtimes from being found.
     except Exception as error:
         failed = BrokenPluginError(
             f"runtime {entry.name!r} failed to discover devices: {type(error).__name__}: {error}",
@@ -140,6 +141,7 @@ def select_once(environ: Mapping[str, str], runtime: Setting, accelerator: str =
     Only the first launch may use it: later ones look for devices again, which may have changed.
     """
     if _prepared:
+        # It is taken out whether it fits or not: only the first launch may use it.
         known, selection = _prepared.pop()
         is_asked = (selection.runtime, selection.reason) == (runtime.value, runtime.origin)
         if is_asked and accelerator == "auto" and known == environ:
@@ -345,6 +347,7 @@ def _by_index(indices: list[Any], asked: Setting, runtime: str, devices: Sequenc
     if not indices:
         raise DevicesError("devices=[] names no device", where=asked.origin, fix=span)
     for index in indices:
+        # In Python True and 1.0 are in [1], but neither is the number of a device.
         if isinstance(index, bool | float) or index not in have:
             raise DevicesError(
                 f"devices={indices} names device {index!r}, "
@@ -366,6 +369,7 @@ def find_precision(plugins: pluggy.PluginManager, asked: Setting) -> Precision:
     """
     if asked.value is None:
         return UnchangedPrecision()
+    # An int is a name too, as in precision=16.
     if not isinstance(asked.value, str | int):
         return _given_policy(asked)
     try:

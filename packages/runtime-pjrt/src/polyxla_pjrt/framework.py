@@ -224,6 +224,7 @@ def apply_environment() -> None:
     Watches for tensors on torch_xla's own client for the CPU, too, where the environment asks for several.
     """
     update_environ(_through_bridge(snapshot()) | prepare(snapshot()))
+    # A fork inherits the mode, and its own environment may not need it.
     _tensors.stop()
     if _may_launch_on_cpu(snapshot()):
         _tensors.__enter__()  # type: ignore[no-untyped-call]

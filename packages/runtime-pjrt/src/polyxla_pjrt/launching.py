@@ -49,6 +49,7 @@ def _holds_chips() -> bool:
     """Return whether this process has opened TPU chips. Does not import torch_xla."""
     if "torch_xla" not in sys.modules:
         return False
+    # Both are loaded already: this process has imported torch_xla.
     import torch
     from torch_xla.core import xla_model
 

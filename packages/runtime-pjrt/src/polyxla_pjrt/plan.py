@@ -111,6 +111,7 @@ class PjrtPlan(Plan):
 
     def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Choose the ports of the bridge's coordinator and of torch.distributed's store."""
+        # It is imported here, as below: a plan of TPU chips needs no bridge, which may not be installed.
         from polyxla_bridge import env as bridge
 
         coordinator, store = free_ports(2)
@@ -200,6 +201,8 @@ class TpuPlan(ChipPlan, PjrtPlan):
         """Return where the slice's processes meet; emulated hosts get addresses of this machine."""
         own = self._own_environments(self.tpu_slice.worker_id)
         if self.emulated is None:
+            # The hosts of a real slice launch separately, so nothing can be chosen: they all compute the same
+            # addresses from the slice's description.
             return {tpu_env.TPU_PROCESS_ADDRESSES: own[0][tpu_env.TPU_PROCESS_ADDRESSES]}
         # All emulated hosts are this machine, so their processes need addresses that differ by host.
         addresses = self.addresses([variables[tpu_env.TPU_PROCESS_PORT] for variables in own])
@@ -213,6 +216,8 @@ class TpuPlan(ChipPlan, PjrtPlan):
             **self._local_variables(process),
             **self._own_environments(host)[rank],
             **skip_metadata(self.tpu_slice),
+            # This comes after the host's own: the addresses of emulated hosts replace those that the
+            # description implies.
             **meeting,
             **self._emulated_environment(host, cpu_count, meeting),
         }
@@ -292,6 +297,7 @@ def cpu_layout(count: int, environ: Mapping[str, str], started: int | None = Non
         UsageError: the processes cannot share the replicas equally.
     """
     text = environ.get(env.POLYXLA_PJRT_PROCESSES) or str(started or count)
+    # isdecimal alone accepts the digits of other scripts.
     processes = int(text) if text.isascii() and text.isdecimal() else 0
     if not 1 <= processes <= count or count % processes:
         divisors = [str(number) for number in range(1, count + 1) if count % number == 0]

@@ -101,4 +101,5 @@ class _ReadTimes:
         return self._kernel.call_boxed(keys, tensor)
 
 
+# It is made once in a process: a second wrapper would go around the first.
 _reads_of_process = functools.cache(_ReadTimes)

@@ -68,6 +68,7 @@ def _claim(environ: Mapping[str, str], accelerator: str, pci_root: Path) -> tupl
         return Claim.EXPLICIT, f"{tpu_env.POLYXLA_EMULATE}={text}", "TPU"
     # A variable that describes a topology claims more than chips do, but it does not make chips.
     chips = attached_chips(pci_root)
+    # The first two variables describe a topology; the others say how its processes meet.
     described = next((name for name in env.READ[:2] if environ.get(name)), None)
     if described and chips and accelerator in ("auto", "tpu"):
         return Claim.CONFIGURED, f"{described}={environ[described]}", "TPU"

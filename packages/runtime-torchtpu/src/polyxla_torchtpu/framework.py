@@ -109,6 +109,7 @@ def load_in_replica() -> None:
 
 def _load_torch_tpu(environ: Mapping[str, str]) -> None:
     """Load TorchTPU in this process, as torch's autoloading does; a second call does nothing."""
+    # The answer must be there before TorchTPU looks for chips.
     _answer(environ)
     from torch_tpu import _loader
 

@@ -113,6 +113,7 @@ def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
 
 
 def _run_inline(job: Job, plan: TorchTpuPlan) -> list[Any]:
+    # TorchTPU reads its rank and its chip from the variables that a process of its own would have.
     whole = plan.process_environments(job.environ, os.cpu_count() or 1)[0]
     with temporary_environ(whole):
         return _run_replica(job, Place(plan, 0))

@@ -86,6 +86,8 @@ class TorchTpuPlan(ChipPlan):
         has_others = self.layout.hosts > 1 and not self.emulates_all_hosts
         shared = {env.TORCH_TPU_TOPOLOGY: self.topology, env.TORCH_TPU_XPROF_SESSION_ID: str(time.time_ns())}
         if has_others:
+            # The other hosts launch by themselves: fixed ports and the first host's name are all that each
+            # can know.
             first = int(environ.get(env.TORCH_TPU_BASE_PORT) or BASE_PORT)
             store = {
                 tpu_env.MASTER_ADDR: environ.get(tpu_env.MASTER_ADDR) or self.tpu_slice.hostnames[0],
@@ -148,6 +150,7 @@ def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) ->
     Raises:
         UsageError: the devices cannot be used together.
     """
+    # The check comes before anything starts: torchrun's processes would wait for ranks that do not exist.
     plan = plan_tpu(environ, devices) if kind == "TPU" else plan_cpu(len(devices))
     torchrun.check(plan, environ)
     return plan

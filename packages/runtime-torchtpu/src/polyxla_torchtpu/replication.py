@@ -93,6 +93,8 @@ def open_replication(
     world = place.plan.layout.world(place.process, 0)
     with sigterm_ends_quietly():
         replication = MultiReplication(world, place.plan.kind, environ)
+    # A program may call init_process_group itself, and torch allows only one; without that, the first
+    # collective makes it.
     if not is_program:
         replication.join_group()
     return replication
@@ -197,6 +199,7 @@ class MultiReplication(TorchTpuReplication):
 
     def join_group(self) -> None:
         """Make the process group of all replicas, unless the program has made it, as under torchrun."""
+        # Only a group that was made here is destroyed at the end: the program's own is the program's.
         if dist.is_initialized():
             return
         self._owns_group = True

@@ -49,6 +49,7 @@ def upload_batches(
             watchdog.begin()
             batch = next(arriving, _END)
             watchdog.end()
+            # This comes before the check for the end: the watchdog ends the wait with the same mark.
             if watchdog.error:
                 raise watchdog.error
             if batch is _END:
@@ -60,6 +61,7 @@ def upload_batches(
         raise
     finally:
         watchdog.close()
+        # Both are closed before either is joined: the thread that copies waits for the one that reads.
         copying.close()
         reading.close()
         copying.join(leave_s)
@@ -104,6 +106,7 @@ class _Ahead:
     def _read(self) -> None:
         try:
             for item in self._source:
+                # The item has been read already: the thread holds one more than `size`.
                 self._places.acquire()
                 # Checked after the wait for a place, which `close` ends.
                 if self._is_closed:

@@ -75,6 +75,7 @@ class ParentLink:
 
     def report(self, kind: str, content: str | StallReport) -> None:
         """Send where each replica of this process is, then a message of this kind."""
+        # The positions come first: the launching process reads them before the message that it acts on.
         for position in presence.positions():
             self.send(Message("replica", position))
         self.send(Message(kind, content))
@@ -264,6 +265,7 @@ def lost(suspects: Sequence[ReplicaProcess]) -> ReplicaLostError:
     if end is None:
         return ReplicaLostError(f"{first} closed its pipe and hangs")
     ends = [(suspect, suspect.process.ended()) for suspect in suspects]
+    # SIGKILL comes from outside, often from the kernel for lack of memory; other ends may follow from it.
     killed = [suspect for suspect, exit_ in ends if exit_ and exit_.code == -signal.SIGKILL]
     if killed and end.code != -signal.SIGKILL:
         first = killed[0]

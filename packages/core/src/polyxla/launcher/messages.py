@@ -240,6 +240,7 @@ def _name(value: Any) -> str | None:
 
 def _is_found(name: str, value: Any) -> bool:
     try:
+        # The name must lead to this very object: a program may have put another one in its place.
         return _find(name) is value
     except (AttributeError, ImportError):
         return False

@@ -82,6 +82,7 @@ class Process(ABC):
 
     def wait(self, deadline: float) -> Exit | None:
         """Wait for its end until `time.monotonic()` reaches `deadline`; None if it is still alive then."""
+        # wait4 has no time limit, and a handler of SIGCHLD would take the place of the user's.
         while (end := self.ended()) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return end
@@ -98,6 +99,7 @@ class OwnProcess(Process):
     def ended(self) -> Exit | None:
         """Poll with wait4, which also returns the peak memory."""
         if self._end is None:
+            # Nothing else may reap it: the kernel tells exit code and memory once.
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
                 self._end = Exit(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)

@@ -175,6 +175,8 @@ def _greet(child: ReplicaProcess, setup: Setup, timeout_s: float) -> None:
                 f"{child} did not answer within {timeout_s:g} s of its start; {env.POLYXLA_START_TIMEOUT_S} "
                 "sets the limit"
             )
+        # Only after hello is somebody there to read: a large setup would otherwise fill the pipe, and block
+        # this thread for good.
         child.pipe.recv()
         child.pipe.send(setup)
     except (EOFError, OSError):
@@ -193,6 +195,8 @@ def _gather(children: Sequence[ReplicaProcess]) -> list[Any]:
                 continue
             if message.kind == "stalled":
                 raise failures.stalled(children, child, message.content)
+            # This comes before the answer is read: a death that explains an error is looked for among the
+            # other processes.
             waiting.pop(pipe)
             child.has_answered = True
             try:

@@ -190,6 +190,7 @@ def combine(
             key: combine(value[key], op, reduce_tensor, gather, f"{path}[{key!r}]")
             for key in sorted(value, key=repr)
         }
+        # The result keeps the order of this replica's own dict.
         return {key: found[key] for key in value}
     if isinstance(value, list | tuple):
         items = [combine(item, op, reduce_tensor, gather, f"{path}[{n}]") for n, item in enumerate(value)]

@@ -119,6 +119,7 @@ class Loader:
     def _take(self, host: HostBatches, number: int, tensors: list[Any]) -> None:
         pending = host.take(number)
         if self._options.pad:
+            # `HostBatches` has sent the mask behind the batch's own tensors.
             self.valid = tensors.pop() if pending.has_mask else self._full_mask(host.size or 0)
         self.batch = with_tensors(pending.batch, tensors)
         if (move := self._options.transfer) is not None:
@@ -174,6 +175,7 @@ class Loader:
         Raises:
             UsageError: the program divided the records among another number of replicas then.
         """
+        # This comes first: a position that is refused must leave the loader as it is.
         if state["batches"] and state.get("parts") != self._parts:
             raise UsageError(
                 f"the records were divided {_by(state.get('parts'))} when the position was saved, and are "
@@ -214,6 +216,7 @@ class LoaderPosition:
             # End the previous epoch, even if the loop left it early: its source has also moved on.
             self.end()
         self.is_begun = True
+        # Only the first iteration after a resume skips batches.
         skip, self.skip = self.skip, 0
         return skip
 

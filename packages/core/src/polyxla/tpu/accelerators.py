@@ -266,6 +266,7 @@ def _bounds(generation: Generation, count: int) -> Bounds:
     x, y, z = most_cubic(count // generation.cores_per_chip)
     if (x, y, z) == (1, 1, 1):
         return _FLAT[1]
+    # A host has a board of 2x2 chips.
     return Bounds((x // 2, y // 2, z), _BOARD)
 
 

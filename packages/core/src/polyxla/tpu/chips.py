@@ -55,6 +55,7 @@ def attached_chips(pci_root: Path = PCI_ROOT) -> tuple[AttachedChip, ...]:
     Args:
         pci_root: the directory where the kernel lists PCI devices.
     """
+    # A container may have no such directory.
     try:
         addresses = sorted(entry.name for entry in pci_root.iterdir())
     except OSError:
@@ -90,6 +91,7 @@ def _chip(directory: Path) -> AttachedChip | None:
 
 
 def _read(path: Path) -> str:
+    # The device may have been removed since it was listed.
     try:
         return path.read_text(encoding="ascii", errors="replace").strip().lower()
     except OSError:

@@ -98,6 +98,8 @@ class EmulatedTpu:
         names = _addresses("127.0.0.1", self.accelerator.hosts)
         return {
             env.TPU_WORKER_HOSTNAMES: ",".join(names) if len(names) > 1 else "localhost",
+            # The environment may override what stands above, the names of the hosts. What follows always
+            # describes the emulated TPU.
             **environ,
             env.TPU_SKIP_MDS_QUERY: "1",
             env.TPU_ACCELERATOR_TYPE: self.accelerator.name,
@@ -159,6 +161,7 @@ def check_device_memory(environ: Mapping[str, str]) -> None:
     Raises:
         UsageError: it is not a valid memory size.
     """
+    # Without the bridge there is no such device, and the missing package is reported elsewhere.
     emulator = installed_emulator()
     try:
         if emulator:

@@ -116,6 +116,7 @@ class Plan(ABC):
 
     def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
         """Return the complete environment of each process that this host starts, over `environ`."""
+        # It is chosen once for all processes: ports that each chose for itself would differ.
         meeting = self.meeting(environ)
         return [
             {**environ, **self.process_environment(process, cpu_count, meeting)}
@@ -179,6 +180,7 @@ class ChipPlan(Plan):
     @property
     def launching_hosts(self) -> tuple[str, ...]:
         """The hosts of the slice; one if this launch emulates all of them."""
+        # Where one launch starts all processes, no other launch will ever connect to the monitor.
         return self.tpu_slice.hostnames[:1] if self.emulates_all_hosts else self.tpu_slice.hostnames
 
     @property
@@ -226,6 +228,7 @@ class ChipPlan(Plan):
 
     def chips_of(self, host: int, devices: str) -> str:
         """Return the name of a host's chips, from the job's; under torchrun, that may be another host's."""
+        # The name may end with the number of another host, whose process chose it under torchrun.
         return f"{devices.partition('-')[0]}-{host}" if self.layout.hosts > 1 else devices
 
 

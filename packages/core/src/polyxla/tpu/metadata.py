@@ -123,6 +123,7 @@ class MetadataClient:
     def _ask(self, key: str) -> None:
         call = _Call(f"http://{self.host}{_PATH}{key}", self.timeout_s)
         finished = call.wait()
+        # A call that is late may still write its answer, which is then ignored: the failure is final.
         if not finished or call.error is not None:
             self._failure = self._failed(call)
         elif call.status == 200:

@@ -70,6 +70,7 @@ def read_part(environ: Mapping[str, str], generation: str, whole: Bounds, host: 
     chips = read_visible_chips(environ, math.prod(host))
     hosts, shape = from_variables(environ, *HOSTS), from_variables(environ, *CHIPS)
     is_one_host = whole.host_count == 1 if hosts is None else parse_shape(hosts.text, hosts.where) == ONE
+    # With several hosts, the bounds describe the whole slice, and each host must bring all of its chips.
     if not is_one_host:
         return _all_of(whole, chips, environ)
     read = tuple(name for name in (_first(environ, HOSTS), _first(environ, CHIPS)) if name)
@@ -99,6 +100,7 @@ def read_visible_chips(environ: Mapping[str, str], chip_count: int) -> tuple[int
     if value is None:
         return None
     parts = [part.strip() for part in value.text.split(",")]
+    # The length is checked first: Python refuses to convert a number of thousands of digits.
     chips = tuple(int(part) for part in parts if part.isdecimal() and len(part) < 6)
     if len(chips) != len(parts) or len(set(chips)) != len(parts) or max(chips) >= chip_count:
         numbers = "0" if chip_count == 1 else f"0 to {chip_count - 1}"
@@ -223,6 +225,7 @@ def chips_of(generation: str, host: Shape, shape: Shape, where: str) -> tuple[in
 def _orders(generation: str, host: Shape) -> list[list[Shape]]:
     """List the positions of a host's chips by their numbers: once, or twice if the order is not known."""
     x, y, z = map(range, host)
+    # The last factor of a product runs fastest.
     by_x = [(i, j, k) for k, j, i in itertools.product(z, y, x)]
     by_y = [(i, j, k) for k, i, j in itertools.product(z, x, y)]
     return {True: [by_y], False: [by_x], None: [by_x, by_y]}[GENERATIONS[generation].counts_y_first]

@@ -31,6 +31,7 @@ def with_secret(environ: Mapping[str, str], launches: int = 1) -> dict[str, str]
     """
     if environ.get(POLYXLA_SECRET):
         return dict(environ)
+    # A single launch hands its secret on in the environment, so nobody has to find it, and it can be random.
     secret = secrets.token_hex(32) if launches == 1 else shared_secret(environ, "hosts")
     return {**environ, POLYXLA_SECRET: secret}
 
@@ -70,4 +71,5 @@ def unsealed(secret: str, where: str, data: bytes) -> bytes:
 
 def derived(secret: str, where: str, data: bytes = b"") -> str:
     """Return a digest that only holders of the secret can compute, and that does not reveal it."""
+    # The null byte ends the purpose, so that no other purpose with other data gives the same text.
     return hmac.digest(secret.encode(), where.encode() + b"\0" + data, "sha256").hex()

@@ -144,6 +144,8 @@ def _from_metadata(metadata: MetadataClient) -> _Description | None:
     """
     try:
         tpu_env = metadata.tpu_env()
+    # Without a server, this machine is not on Google Cloud; without the key, it has no TPU there. Every other
+    # error is reported: the job would otherwise run on another slice than its own.
     except (MetadataUnreachableError, MetadataKeyError):
         return None
     refuse_multislice(tpu_env, " in the metadata server's tpu-env")
@@ -241,6 +243,7 @@ def _worker_id(bounds: Bounds, described: _Description) -> int:
     if described.worker_id is None:
         raise no_such_worker("", bounds.host_count, f"{env.TPU_WORKER_ID} is unset")
     text = described.worker_id.text.strip()
+    # The length is checked first: Python refuses to convert a number of thousands of digits.
     if not text.isdecimal() or len(text) > 6 or int(text) >= bounds.host_count:
         raise no_such_worker(text, bounds.host_count, described.worker_id.where)
     return int(text)
@@ -286,6 +289,7 @@ def cores(
     tpu_slice: TpuSlice, chips: tuple[AttachedChip, ...], emulated: EmulatedTpu | None
 ) -> tuple[Device, ...]:
     """Return the cores that one launch can use: this host's, or those of all hosts that it emulates."""
+    # Emulated hosts are alike, so the chips that are visible on one are those of each.
     visible = range(len(chips)) if tpu_slice.visible_chips is None else tpu_slice.visible_chips
     hosts = emulated.hosts_here if emulated else 1
     kind = f"emulated {tpu_slice.accelerator.name}" if emulated else tpu_slice.accelerator.name
@@ -314,6 +318,8 @@ def skip_metadata(tpu_slice: TpuSlice) -> dict[str, str]:
     return {env.TPU_SKIP_MDS_QUERY: "1"} if tpu_slice.origin == "environment" else {}
 
 
+# A process has one client for each server: after a timeout it does not ask again, which would cost each
+# launch the same seconds.
 @functools.cache
 def _metadata(host: str | None) -> MetadataClient:
     return MetadataClient.from_environ({env.GCE_METADATA_HOST: host} if host else {})

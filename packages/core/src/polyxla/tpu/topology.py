@@ -107,6 +107,7 @@ def single_core_environment(
             fix="Choose one of those.",
         )
     chip, local_index = divmod(core_index, threads)
+    # The process is a slice of its own, with one host, one process and one chip.
     alone = _shared(_ONE, _ONE, [f"localhost:{base_port + chip}"])
     return alone | _own(task_id=0, port=base_port + chip, chip=chip), local_index
 

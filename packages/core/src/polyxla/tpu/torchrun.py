@@ -119,6 +119,8 @@ def _watched(plan: Plan, environ: Mapping[str, str]) -> Iterator[dict[str, str]]
     store, number = _store(environ), int(environ.get(env.LOCAL_RANK, environ[env.RANK]))
     if number:
         yield {env.POLYXLA_MONITOR: _read(store, key, environ[POLYXLA_SECRET])}
+        # An exception skips this. torchrun then ends the first process too, which would wait for the key
+        # forever.
         store.set(f"{key}/{number}", "finished")
         return
     with monitored(plan.launching_hosts, plan.own_host, environ) as variables:
@@ -137,6 +139,7 @@ def _agree(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
         store = _store(environ)
         secret = _secret(store, environ)
         if environ[env.RANK] == "0":
+            # One process chooses for all: ports are chosen at random.
             _write(store, _KEY, secret, json.dumps(plan.meeting(environ)))
         meeting: dict[str, str] = json.loads(_read(store, _KEY, secret))
     except Exception as error:
@@ -157,6 +160,7 @@ def _secret(store: Any, environ: Mapping[str, str]) -> str:
         return shared_secret(environ, f"torchrun {[environ[name] for name in run]}")
     if environ[env.RANK] == "0":
         store.set(_SECRET_KEY, secrets.token_hex(32))
+    # It waits until process 0 has written the secret.
     made: str = store.get(_SECRET_KEY).decode()
     return made
 

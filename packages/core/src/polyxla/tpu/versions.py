@@ -52,6 +52,8 @@ def import_problem() -> Problem | None:
 def library_problem(python: str) -> Problem | None:
     """Return why the dynamic linker does not find the shared library of `python`; None if it does."""
     name = f"lib{python}.so.1.0"
+    # Loading it is the only way to ask the dynamic linker, which also searches its cache and LD_LIBRARY_PATH.
+    # The interpreter itself may be linked statically.
     try:
         ctypes.CDLL(name)
     except OSError:
@@ -131,4 +133,5 @@ def _version(distribution: str) -> str | None:
 
 
 def _minor(version: str) -> str:
+    # A suffix such as +cpu belongs to the third number.
     return ".".join(version.split(".")[:2])

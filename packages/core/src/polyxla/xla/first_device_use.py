@@ -203,6 +203,7 @@ def before_use() -> None:
 def _check_use() -> None:
     for runtime in _own.runtimes:
         runtime.check()
+    # An SPMD program drives all devices itself, and launches nothing.
     origin = None if xr.is_spmd() else _asked_by()
     for runtime in _own.runtimes if origin else ():
         if (count := runtime.count() or 1) > 1:

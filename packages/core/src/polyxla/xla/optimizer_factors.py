@@ -50,6 +50,7 @@ class FactorTensors:
         found = self._tensors.get(factor)
         if found is None:
             if len(self._tensors) >= MAX_TENSORS:
+                # A schedule brings new factors with each step, and old ones seldom come again.
                 self._tensors.clear()
             found = self._tensors[factor] = self._upload(torch.tensor(factor, dtype=torch.float32))
         return found
@@ -111,4 +112,5 @@ class _Beta(float):
     """A coefficient whose powers keep ``sqrt(1 - beta ** step)`` at the float32 below 1."""
 
     def __pow__(self, exponent: float, modulus: None = None) -> Any:
+        # The root of 1 - 2**-23 rounds to 1 - 2**-24, which is the float32 below 1.
         return max(float(self) ** exponent, 4 * HALF_STEP)

@@ -59,6 +59,8 @@ def _compare(optimizer: torch.optim.Optimizer) -> None:
     device = next((each.device for each in parameters if each.device.type == "xla"), None)
     if device is None:
         return
+    # A checksum of each parameter is exchanged: comparing the values would send all parameters between the
+    # replicas.
     mine = [[_checksum(parameter), parameter.grad is not None] for parameter in parameters]
     # Without pinned layouts, which would make the gathering run all collectives before it.
     sent: Any = torch.tensor(mine, dtype=torch.int64).to(device)

@@ -96,6 +96,7 @@ def handle_launches(
     def run_multiprocess(
         function: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
     ) -> dict[int, Any]:
+        # A launch that fails counts too: `polyxla run` reports programs that never launch.
         launches.append(function)
         if _joined:
             return {xr.global_ordinal(): LaunchedFunction(function)(*args, **kwargs)}

@@ -83,6 +83,7 @@ class SealedConnection:
             OSError: it is gone again.
         """
         end, _ = listener.accept()
+        # Each connection has its own: a line that was recorded on another one has the wrong seal here.
         greeting = secrets.token_hex(_GREETING_CHARS // 2)
         try:
             end.settimeout(_SEND_TIMEOUT_S)
@@ -115,6 +116,7 @@ class SealedConnection:
         data = self._end.recv(1 << 16)
         if not data:
             raise ConnectionResetError("the connection was closed")
+        # What follows the last end of a line is the beginning of a message, and waits for the rest.
         *lines, self._rest = (self._rest + data).split(b"\n")
         messages = [self._message(line) for line in lines]
         self.is_proved = self.is_proved or bool(messages)

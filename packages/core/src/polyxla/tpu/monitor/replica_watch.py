@@ -105,6 +105,7 @@ class ProcessWatch:
     def follow(self, position: Position) -> None:
         """Watch a replica from its start, and report its return; called in its thread."""
         if not position.has_returned:
+            # The probe is made here, in the replica's thread: it asks for that thread's default device.
             watch = ReplicaWatch(self, position.ordinal, self._probe(), self._timeout_s)
             self._watches[position.ordinal] = watch
         elif ended := self._watches.pop(position.ordinal, None):
@@ -114,6 +115,7 @@ class ProcessWatch:
     def report(self, ordinal: int, account: Account) -> None:
         """Send the account of one replica, unless the launching process is gone."""
         try:
+            # The replicas of a process share the connection, and each has a watch in a thread of its own.
             with self._lock:
                 self._monitor.send("account", ordinal=ordinal, **asdict(account))
         except OSError:
@@ -131,6 +133,8 @@ class ProcessWatch:
     def _obey(self, message: Message) -> None:
         if message.pop("kind") == "failed":
             failures.give_up(HostFailure(**message).error())
+        # Only a process with a waiting replica reports: the launching process asks all others for their
+        # position.
         if any(ordinal in self._watches for ordinal in message["waiting"]):
             failures.report_stall(message["text"])
 

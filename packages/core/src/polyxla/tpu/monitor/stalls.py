@@ -96,6 +96,7 @@ class Accounts:
     def _current(self, arrived: float, account: Account) -> Account | None:
         """Return an account as of now; None if it is too old. One that has returned sends no other."""
         age_s = time.monotonic() - arrived
+        # A replica that has returned sends nothing more, so its time counts on here.
         if account.has_returned:
             return Account(False, age_s, has_returned=True)
         return account if age_s < FRESH_S else None
