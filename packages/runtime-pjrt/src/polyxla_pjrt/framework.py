@@ -45,6 +45,7 @@ from polyxla_pjrt import discovery, env
 from polyxla_pjrt.launching import run_job, say_uncached
 from polyxla_pjrt.plan import BRIDGED_CPU, PjrtPlan, is_prepared, plan_for, replica_environment, this_slice
 
+# They are kept here, before `_answer` replaces them.
 _own_answers = (tpu.num_available_chips, tpu.get_tpu_env, tpu.get_worker_ips)
 """torch_xla's functions, which answer on a machine without TPUs."""
 
@@ -112,6 +113,7 @@ def _launch_plan(nprocs: int | None = None) -> PjrtPlan | None:
 def _replicas() -> int | None:
     """Return how many replicas a launch by this process starts; None if it is one, or another runtime's."""
     environ = snapshot()
+    # In a replica, and under torchrun, the replicas exist already: nothing is left to launch.
     is_replica = env.PJRT_LOCAL_PROCESS_COUNT in environ or torchrun.process_count(environ) is not None
     if is_replica or discovery.requested_kind(environ) not in discovery.KINDS:
         return None

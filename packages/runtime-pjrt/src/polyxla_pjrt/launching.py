@@ -26,6 +26,7 @@ def preload(on_chips: bool) -> tuple[str, ...]:
     Args:
         on_chips: whether the replicas compute on TPU chips, which need no bridge, and hence no JAX.
     """
+    # The bridge is looked up and not imported: the launching process itself does not need it.
     has_bridge = importlib.util.find_spec("polyxla_bridge") is not None
     return (_REPLICAS, _BRIDGE) if has_bridge and not on_chips else (_REPLICAS,)
 

@@ -190,6 +190,7 @@ class TpuPlan(ChipPlan, PjrtPlan):
     def _slice_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         if self.emulated is None or self.emulated.host is None or self.layout.hosts == 1:
             return {}
+        # Programs on the other emulated hosts meet this one, as on a pod, and prove the same secret.
         slice_, bounds = self.tpu_slice, self.tpu_slice.bounds
         learned = host_environment(bounds, slice_.worker_id, slice_.hostnames)
         return {

@@ -97,6 +97,7 @@ def polyxla_launch(job: Job) -> list[Any]:
 @hookimpl
 def polyxla_replication(job: Job, place: PjrtPlace | None) -> Replication:
     """Open the device, for the first time in this process or thread."""
+    # A job's only replica has no place: no plan was made for it.
     if place is not None:
         from polyxla_pjrt.replication import MultiReplication
 

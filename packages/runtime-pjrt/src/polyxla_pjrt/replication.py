@@ -136,6 +136,7 @@ class TorchXlaProbe:
     """The `polyxla.tpu.monitor.replica_watch.DeviceProbe` of the default device of the calling thread."""
 
     def __init__(self) -> None:
+        # The device is looked up here, in the replica's thread: other threads have another default device.
         self._devices = xm.xla_real_devices([torch_xla.device()])
 
     def ended(self) -> int:

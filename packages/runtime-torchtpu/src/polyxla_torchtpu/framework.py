@@ -77,6 +77,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     # `POLYXLA_DEVICES` of the user comes last, so it wins over torchrun's number.
     plan = requested_plan(environ if started is None else {POLYXLA_DEVICES: str(started), **environ})
     is_torchruns = started is not None
+    # A launch, or `polyxla run`, may have prepared this process: its chips then stay as they are.
     variables = {} if POLYXLA_LIBTPU_HOST in environ else plan.program_environment(environ)
     addresses = environ.get(env.TORCH_TPU_SLICEBUILDER_ADDRESSES)
     if addresses and not environ.get(POLYXLA_SECRET):

@@ -100,6 +100,7 @@ class TorchTpuPlan(ChipPlan):
         shared |= self.emulated_meeting(environ) | store
         shared[env.TORCH_TPU_SLICEBUILDER_ADDRESSES] = self.addresses(ports)
         if self.emulated and not has_others:
+            # TorchTPU's default is one port for all jobs of a machine.
             shared[env.TORCH_TPU_INTERNAL_HANDSHAKE_PORT] = str(free_ports(1)[0])
         # Last, so that the user's values win.
         return shared | {name: environ[name] for name in NEVER_OVERWRITTEN if environ.get(name)}

@@ -51,6 +51,7 @@ def polyxla_environment(
 def polyxla_prepare(environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]) -> None:
     """Start the fork server, which imports torch and TorchTPU while the program does."""
     plan = plan_for(environ, discovery.kind, devices)
+    # A single replica runs in the program itself, and torchrun has started its processes.
     if torchrun.process_count(environ) is None and plan.layout.replicas > 1:
         prepared = plan.process_environments(environ, os.cpu_count() or 1)[0]
         running_fork_server(prepared, preload(on_chips=plan.emulated is None))

@@ -233,6 +233,7 @@ class MultiReplication(TorchTpuReplication):
         """Gather the replicas' tensors."""
         self.join_group()
         source = tensor.detach().contiguous()
+        # The collective joins the tensors along their first dimension, so each gets one of size 1.
         gathered = source.new_empty((self.world.world_size, *source.shape))
         dist.all_gather_into_tensor(gathered, source[None])
         return list(gathered.unbind())
@@ -249,6 +250,7 @@ class MultiReplication(TorchTpuReplication):
             UsageError: `replicas` names only some of the replicas.
         """
         require_all(tag, replicas, self.world.world_size)
+        # The sizes come first: tensors that are gathered must have the same shape in all replicas.
         sizes = [int(size) for size in self.all_gather(torch.tensor(len(payload)).to(self.device))]
         # A barrier: the exchange of the sizes was the meeting.
         if not any(sizes):

@@ -81,6 +81,7 @@ def environment(plan: Plan, environ: Mapping[str, str], cpu_count: int) -> dict[
     # Kept, because a second launch in this process drives the same devices, whose addresses are fixed.
     if run_id not in _meetings:
         _meetings[run_id] = _agree(plan, environ)
+    # torchrun hosts torch.distributed's store, so its address comes before the one that the plan chose.
     store = {name: environ[name] for name in (env.MASTER_ADDR, env.MASTER_PORT)}
     return plan.process_environment(_process(plan, environ), cpu_count, {**_meetings[run_id], **store})
 
