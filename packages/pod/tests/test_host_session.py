@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from polyxla_pod.host.processes import CommandGroup
 from polyxla_pod.messages import decode
 from polyxla_testing.processes import is_alive, wait_until
 
@@ -119,6 +120,23 @@ def test_the_command_ends_with_it_even_if_it_is_killed(host: PipedHost) -> None:
     pid = sleeping(host)
     host.process.kill()
     wait_until(lambda: not is_alive(pid), "the command's end", TIMEOUT_S)
+
+
+def test_a_process_of_another_user_does_not_protect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = []
+
+    def kill(pid: int, number: int) -> None:
+        reached.append(pid)
+        raise PermissionError
+
+    group = CommandGroup(["sleep", "30"], os.environ, None)
+    # The block closes the command's pipes.
+    with group._process, monkeypatch.context() as patches:
+        patches.setattr(group, "_orphans", lambda: [2, 3])
+        patches.setattr(os, "kill", kill)
+        group.signal(signal.SIGTERM)
+        assert reached == [2, 3]
+        wait_until(lambda: group.poll() == -signal.SIGTERM, "the command's end", TIMEOUT_S)
 
 
 def test_it_ends_when_nothing_was_started(host: PipedHost) -> None:

@@ -81,7 +81,8 @@ class CommandGroup:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
         for pid in self._orphans():
-            with contextlib.suppress(ProcessLookupError):
+            # A descendant such as sudo belongs to another user, and must not protect the others.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
     def is_alive(self) -> bool:
