@@ -23,8 +23,8 @@ from polyxla_tools.fits import report
 from polyxla_tools.fits.collected import Alive, CollectedProgram, Logs, innermost_user_line, programs
 from polyxla_tools.fits.command import (
     TOO_LARGE,
-    PhaseDisplay,
     ScriptChecker,
+    StatusLine,
     finish,
     largest_fitting,
     with_batch_size,
@@ -240,7 +240,7 @@ def test_arrays_and_program_may_be_too_large_together(tmp_path: Path) -> None:
     ]
     document = report.as_json(V5E, "0.0.21", script)
     assert (document["fits"], document["programs"][0]["fits"]) == (False, True)
-    checker = ScriptChecker(TORCH_XLA, V5E, Path(), "0.0.21", 10, 0.0, {}, PhaseDisplay())
+    checker = ScriptChecker(TORCH_XLA, V5E, Path(), "0.0.21", 10, 0.0, {}, StatusLine())
     assert finish(checker, script, None, as_json=True) == TOO_LARGE
 
 
@@ -324,9 +324,9 @@ def test_the_reason_of_an_abort_is_found_in_the_log() -> None:
 
 def test_a_terminal_shows_the_scripts_arguments_as_they_are() -> None:
     status = Console(file=io.StringIO(), force_terminal=True).status("")
-    display = PhaseDisplay(status)
-    display.phase("running train.py --layers [relu] [/tmp]")
-    display.detail("train.py:100: sum")
+    line = StatusLine(status)
+    line.phase("running train.py --layers [relu] [/tmp]")
+    line.detail("train.py:100: sum")
     assert str(status.status) == "running train.py --layers [relu] [/tmp]: train.py:100: sum"
 
 
@@ -352,7 +352,7 @@ def test_the_search_names_what_fitted_before_the_script_failed() -> None:
             return CheckedScript([])
 
     target = TargetTpu.parse("v5e-1", TORCH_XLA)
-    checker = SmallData(TORCH_XLA, target, Path(), "0.0.21", 10, 0.0, {}, PhaseDisplay())
+    checker = SmallData(TORCH_XLA, target, Path(), "0.0.21", 10, 0.0, {}, StatusLine())
     with pytest.raises(
         ScriptFailedError, match=r"^batch size 16 fits; batch size 32: the script failed: 20 records$"
     ):

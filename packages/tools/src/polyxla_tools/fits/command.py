@@ -69,8 +69,8 @@ def fits(
     # SystemExit unwinds the run's context managers, as KeyboardInterrupt does, so no process is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with plain_errors(as_json):
-        with phase_display() as display:
-            checker = ScriptChecker.prepare(on, steps, timeout, display)
+        with status_line() as status:
+            checker = ScriptChecker.prepare(on, steps, timeout, status)
             if find_batch is None:
                 script, largest = checker.check(command), None
             else:
@@ -108,7 +108,7 @@ class ScriptChecker:
         steps: how many steps in a row must bring no new program.
         end: when the time is over, on the monotonic clock.
         environ: this process's.
-        display: shows what is being done.
+        status: shows what is being done.
     """
 
     framework: Framework
@@ -118,10 +118,10 @@ class ScriptChecker:
     steps: int
     end: float
     environ: Mapping[str, str]
-    display: PhaseDisplay
+    status: StatusLine
 
     @classmethod
-    def prepare(cls, on: str, steps: int, timeout_s: float, display: PhaseDisplay) -> ScriptChecker:
+    def prepare(cls, on: str, steps: int, timeout_s: float, status: StatusLine) -> ScriptChecker:
         """Check all that can be checked before the script runs.
 
         Raises:
@@ -153,7 +153,7 @@ class ScriptChecker:
         version = importlib.metadata.version("libtpu")
         # One deadline for everything: the search for a batch size runs the script several times.
         end = time.monotonic() + timeout_s
-        return cls(framework, target, library, version, steps, end, environ, display)
+        return cls(framework, target, library, version, steps, end, environ, status)
 
     def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> CheckedScript:
         """Run the script, compile its programs, and return what libtpu made of them."""
@@ -164,17 +164,17 @@ class ScriptChecker:
         checked: list[CheckedProgram] = []
         with tempfile.TemporaryDirectory(prefix="polyxla-fits-") as directory:
             run = EmulatedRun(command, self.target, self.framework, self.steps, self._left())
-            self.display.phase(f"running {' '.join(command)} on an emulated {self.target.accelerator.name}")
-            programs = run.collect(Path(directory), self.environ, self.display.detail)
-            self.display.phase(f"compiling {len(programs)} programs for it with libtpu {self.version}")
+            self.status.phase(f"running {' '.join(command)} on an emulated {self.target.accelerator.name}")
+            programs = run.collect(Path(directory), self.environ, self.status.detail)
+            self.status.phase(f"compiling {len(programs)} programs for it with libtpu {self.version}")
             with CompileProcess(self.library, self.target, self.environ) as compiler:
                 for number, program in enumerate(programs, 1):
-                    self.display.detail(f"{number} of {len(programs)}, {program.line or program.name}")
+                    self.status.detail(f"{number} of {len(programs)}, {program.line or program.name}")
                     checked.append(CheckedProgram(program, compiler.compile(program, self._left())))
                     # The search needs no more than that: compiling the other programs takes minutes.
                     if stops_when_too_large and checked[-1].result.is_too_large:
                         return CheckedScript(checked)
-                self.display.detail("the arrays that are in use")
+                self.status.detail("the arrays that are in use")
                 costs = [(found.program, found.result.cost) for found in checked if found.result.cost]
 
                 def size_of(type_: ArrayType) -> int:
@@ -213,7 +213,7 @@ class ScriptChecker:
             problems = [program for program in tried[size].programs if not program.result.fits]
             if problems and not is_too_large:
                 raise CannotCompileError(f"batch size {size}: {problems[0].problem(self.target)}")
-            self.display.phase(f"batch size {size}: {'too large' if is_too_large else 'fits'}")
+            self.status.phase(f"batch size {size}: {'too large' if is_too_large else 'fits'}")
             return not is_too_large
 
         largest = largest_fitting(is_fitting, first)
@@ -262,7 +262,7 @@ def _number(size: int) -> int:
     return size if size <= TILE else size // TILE + TILE - 1
 
 
-class PhaseDisplay:
+class StatusLine:
     """Shows phases on standard error; on a terminal, in one line that changes, with their details.
 
     Args:
@@ -294,14 +294,14 @@ class PhaseDisplay:
 
 
 @contextmanager
-def phase_display() -> Iterator[PhaseDisplay]:
+def status_line() -> Iterator[StatusLine]:
     """Show phases until the end of the block."""
     # Imported here, because every command of polyxla loads this module.
     from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield PhaseDisplay()
+        yield StatusLine()
         return
     with console.status("") as status:
-        yield PhaseDisplay(status)
+        yield StatusLine(status)
