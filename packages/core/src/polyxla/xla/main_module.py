@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import linecache
 import multiprocessing.spawn
 import pickle
@@ -46,7 +45,7 @@ class MainModuleCall:
         return _loaded, (self.pickled, self.main, self.replicas)
 
 
-def for_new_process(call: functools.partial[Any], replicas: int) -> Callable[[], Any]:
+def for_new_process(call: Callable[[], Any], replicas: int) -> Callable[[], Any]:
     """Prepare a call for a process that shares nothing with this one.
 
     A notebook has no main module to import: its functions are pickled by value.

@@ -87,7 +87,7 @@ def handle_launches(
     previous: Callable[..., dict[int, Any]] = pjrt.run_multiprocess
     previous_spawn: Callable[..., Any] = pjrt.spawn
 
-    def launch(plan: _PlanT, call: functools.partial[Any], method: str, nprocs: int | None) -> dict[int, Any]:
+    def launch(plan: _PlanT, call: Callable[[], Any], method: str, nprocs: int | None) -> dict[int, Any]:
         with Folded():
             results = run(_job(runtime, call, method, nprocs), plan)
         ordered = sorted(results, key=operator.attrgetter("ordinal"))
@@ -115,7 +115,7 @@ def handle_launches(
             refuse_while_importing(_SPAWN)
             if (plan := prepared(nprocs)) is not None:
                 launches.append(fn)
-                launch(plan, functools.partial(pjrt._SpawnFn(fn, *args)), start_method, nprocs)
+                launch(plan, pjrt._SpawnFn(fn, *args), start_method, nprocs)
                 return None
         # With nprocs, torch_xla calls the function itself; otherwise it calls `run_multiprocess`.
         function = fn if nprocs is None else LaunchedFunction(fn)
@@ -133,7 +133,7 @@ def join() -> None:
 _joined: list[bool] = []
 
 
-def _job(runtime: str, call: functools.partial[Any], start_method: str, nprocs: int | None) -> Job:
+def _job(runtime: str, call: Callable[[], Any], start_method: str, nprocs: int | None) -> Job:
     """Return the job; all methods but ``fork`` import the main module in each process.
 
     Raises:
