@@ -15,6 +15,7 @@ from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
 from polyxla_torchtpu.discovery import requested_plan
 from polyxla_torchtpu.plan import plan_for
+from polyxla_torchtpu.plugin import polyxla_preload
 
 OWN_LAUNCH = """
 import json, os, torch
@@ -120,3 +121,9 @@ def test_processes_exchange_addresses_in_memory_if_their_ranks_count_from_0_on_o
     plan = plan_for({POLYXLA_EMULATE: name}, "TPU", tuple(devices))
     environs = plan.process_environments({}, 2)
     assert {own.get(env.TORCH_TPU_DEVICES_PER_HOST) for own in environs} == {expected}
+
+
+def test_a_process_is_prepared_for_emulated_chips_only() -> None:
+    assert polyxla_preload({POLYXLA_EMULATE: "v5e-4"})[0] == "polyxla_torchtpu.unloaded"
+    # The real libtpu does not work in a fork.
+    assert polyxla_preload({}) == ()

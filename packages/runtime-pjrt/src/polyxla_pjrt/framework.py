@@ -226,6 +226,9 @@ def apply_environment() -> None:
     Watches for tensors on torch_xla's own client for the CPU, too, where the environment asks for several.
     """
     update_environ(_through_bridge(snapshot()) | prepare(snapshot()))
+    # The import of torch_xla has looked for this variable, in another environment if this is a fork.
+    if tpu_env.TPU_LIBRARY_PATH in snapshot():
+        torch_xla._found_libtpu = True
     # A fork inherits the mode, and its own environment may not need it.
     _tensors.stop()
     if _may_launch_on_cpu(snapshot()):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from polyxla import hookimpl
 from polyxla.plugin import (
+    POLYXLA_LIBTPU_HOST,
     Discovery,
+    EmulatedTpu,
     Job,
     Replication,
     constants,
@@ -55,6 +58,20 @@ def polyxla_prepare(environ: Mapping[str, str], discovery: Discovery, devices: t
     if torchrun.process_count(environ) is None and plan.layout.replicas > 1:
         prepared = plan.process_environments(environ, os.cpu_count() or 1)[0]
         running_fork_server(prepared, preload(on_chips=plan.emulated is None))
+
+
+@hookimpl
+def polyxla_preload(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Name what a process is prepared with; it imports torch before all others, without loading TorchTPU."""
+    modules = preload(on_chips=not EmulatedTpu.read(environ) and POLYXLA_LIBTPU_HOST not in environ)
+    return ("polyxla_torchtpu.unloaded", *modules) if modules else ()
+
+
+@hookimpl
+def polyxla_forked() -> None:
+    """Load TorchTPU in a fork as torch's import would have, in the fork's own environment."""
+    if unloaded := sys.modules.get("polyxla_torchtpu.unloaded"):
+        unloaded.load()
 
 
 @hookimpl

@@ -85,14 +85,19 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     return requested_plan(configuration, environ).program_environment()
 
 
+def apply_environment() -> None:
+    """Act on this process's environment: at import, and again in a fork with an environment of its own."""
+    update_environ(prepare(snapshot()))
+    if wants_node(snapshot()):
+        node.register()
+
+
 def _install() -> None:
     with ended_by_errors():
-        update_environ(prepare(snapshot()))
+        apply_environment()
     handle_launches("xrt", prepared_plan, run_job)
     mend_torch_xla()
     first_device_use.watch(_replicas)
-    if wants_node(snapshot()):
-        node.register()
 
 
 _install()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,20 @@ def polyxla_environment(environ: Mapping[str, str], devices: tuple[int, ...]) ->
 def polyxla_prepare(environ: Mapping[str, str]) -> None:
     """Start the fork server, which imports torch_xla while the program imports its modules."""
     running_fork_server(environ, preload())
+
+
+@hookimpl
+def polyxla_preload() -> tuple[str, ...]:
+    """Name what the fork server imports."""
+    return preload()
+
+
+@hookimpl
+def polyxla_forked() -> None:
+    """Re-apply, in a fork with an environment of its own, what the import of torch_xla set up."""
+    # Only torch_xla imports it. If it has not yet, it will act on the right environment by itself.
+    if framework := sys.modules.get("polyxla_xrt.framework"):
+        framework.apply_environment()
 
 
 @hookimpl

@@ -59,8 +59,10 @@ def test_a_changed_variable_starts_cold(warm: Machine) -> None:
     done = warm.run("run", PROGRAMS / "ends.py", "exit", environ={"OMP_NUM_THREADS": "7"})
     assert done.returncode == 3
     assert "warm: OMP_NUM_THREADS=7 here, OMP_NUM_THREADS is not set there; this start is cold" in done.stderr
-    assert warm.run("run", PROGRAMS / "ends.py", "exit", environ={"OWN": "7"}).returncode == 3
-    assert warm.served() == 1
+    # A program that imports scikit-learn before it launches has the second.
+    for harmless in ({"OWN": "7"}, {"KMP_INIT_AT_FORK": "FALSE"}):
+        assert warm.run("run", PROGRAMS / "ends.py", "exit", environ=harmless).returncode == 3
+    assert warm.served() == 2
 
 
 def test_each_environment_has_a_process_of_its_own(machine: Machine) -> None:

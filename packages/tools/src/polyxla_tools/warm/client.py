@@ -220,6 +220,7 @@ class WarmProcess(Process):
         if self._end is None and select.select([self._connection], [], [], 0)[0]:
             message = _receive(self._connection)
             self._end = Exit(message["exit"], message["peak_bytes"]) if message else _LOST
+            self._connection.close()
         return self._end
 
 

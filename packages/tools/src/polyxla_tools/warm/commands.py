@@ -127,6 +127,6 @@ def _choose(environ: dict[str, str], runtime: str | None) -> tuple[str, dict[str
             f"runtime {selection.runtime!r} has no process that could be prepared",
             # Nobody has set a runtime that was chosen because it runs anywhere.
             where=None if selection.implicit else selection.reason,
-            fix="Leave it to start cold; runtime pjrt starts warm.",
+            fix="Leave it to start cold: an open TPU does not survive a fork.",
         )
     return selection.runtime, prepared, tuple(modules)

@@ -18,17 +18,30 @@ READ_BY_LIBRARIES = (
     "GFORTRAN_", "GLIBC_", "GOMP_", "GOTO_", "GRPC_", "INTEL_", "I_MPI_", "JAX_", "KINETO_", "KMP_", "LANG",
     "LC_", "LD_", "LIBNVVM_", "LLVM_", "LOCALTIME", "MALLOC_", "MKL", "MPI", "NCCL_", "NPY_", "NUMPY_",
     "NVRTC_", "NV_", "OMP_", "ONEDNN_", "OPENBLAS_", "OPENSSL_", "PYTHON", "PYTORCH", "TF_", "TORCH",
-    "TRITON_", "TZ", "XLA_", "XRT_",
+    "TRITON_", "TZ", "XLA_",
 )
 # fmt: on
 """Prefixes of the variables that Python, the C library and the libraries of torch, torch_xla, JAX and NumPy
-read in C while they start or are imported, and of the variables that would choose another runtime.
+read in C while they start or are imported.
 
 Source: a list of their calls of getenv, made with torch 2.9.1, torch_xla 2.9.0 and jax 0.10.2; LD_, GLIBC_
 and MALLOC_ are the C library's own.
 """
-READ_LATER = frozenset(["XLA_THREAD_POOL_SIZE"])
-"""Variables with such a prefix that are read when a device is opened; launches set them for replicas."""
+READ_LATER = ("TORCH_TPU_", "XLA_DENSE_GATHER_FACTOR", "XLA_DENSE_SCATTER_FACTOR", "XLA_THREAD_POOL_SIZE")
+"""Prefixes of variables that count when a device is opened, and not before.
+
+polyxla sets them for programs and replicas. `Reads` still finds what Python code reads during the imports.
+"""
+SET_BY_PROGRAMS = frozenset(["KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORCH_NVML_BASED_CUDA_CHECK"])
+"""Variables that scikit-learn and Lightning set when a program imports them, before it launches replicas.
+
+The first two are for Intel's OpenMP, which none of the imports loads; the third is for `torch.cuda`.
+"""
+LIBRARY_PATH = "TPU_LIBRARY_PATH"
+"""The library of the TPU. TorchTPU opens it when it is imported, torch_xla when a device is opened.
+
+torch_xla's import only asks whether it is set, which the hook `polyxla_forked` repeats.
+"""
 _IMPORTABLE = (".py", ".so", ".pth", ".egg-link")
 _METADATA = (".dist-info", ".egg-info")
 Stamp = tuple[int, int, int]
@@ -100,7 +113,7 @@ def difference(
         value = wanted.get(name)
         if value not in (before.get(name), after.get(name)):
             return f"{_setting(name, value)} here, {_setting(name, before.get(name))} there"
-    for name in sorted(reads.presence):
+    for name in sorted(reads.presence - _opened_later()):
         # Imports may have set the variable themselves: both states are those of a warm process.
         if (name in wanted) not in (name in before, name in after):
             return f"{name} is set in one environment, and not in the warm process's"
@@ -109,8 +122,14 @@ def difference(
 
 def relevant(reads: Reads, environ: Mapping[str, str]) -> set[str]:
     """Return the variables that matter: Python code has read them, or libraries may read them."""
-    in_c = {name for name in environ if name.startswith(READ_BY_LIBRARIES) and name not in READ_LATER}
-    return reads.values | in_c
+    in_c = {
+        name for name in environ if name.startswith(READ_BY_LIBRARIES) and not name.startswith(READ_LATER)
+    }
+    return (reads.values | in_c) - SET_BY_PROGRAMS - _opened_later()
+
+
+def _opened_later() -> set[str]:
+    return set() if "torch_tpu" in sys.modules else {LIBRARY_PATH}
 
 
 def _setting(name: str, value: str | None) -> str:
