@@ -8,9 +8,11 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +22,15 @@ import pytest
 
 from polyxla import Replica
 from polyxla.plugin import temporary_environ
+from polyxla_tools.warm.sockets import find_sockets
 
 if TYPE_CHECKING:
     from polyxla_testing import RuntimeUnderTest
 
 pytest_plugins = ["polyxla_testing.fixtures"]
 
+READY_S = 300.0
+"""Longest wait for the process that this session prepares, in seconds."""
 CORES = 8
 """Cores of the worker for runtime xrt, unless the option says another number; the default of a node."""
 
@@ -49,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pjrt: tests a feature that only this runtime has")
     config.addinivalue_line("markers", "emulated_tpu: tests what only runtimes that emulate a TPU have")
     config.addinivalue_line("markers", "torch_xla(why): tests what TorchTPU does not have; `why` says what")
+    if not hasattr(config, "workerinput") and not config.option.collectonly:
+        _prepare_process(config)
     if config.getoption("--polyxla-runtime") == "torchtpu":
         import polyxla_bridge
 
@@ -62,6 +69,40 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 CALLS = "POLYXLA_BRIDGE_CALLS"
+
+
+def _prepare_process(config: pytest.Config) -> None:
+    """Prepare a process for this session, from which the programs and replicas of its tests start.
+
+    Each would otherwise import torch_xla anew, which takes longer than most of them. Where a test has other
+    variables, they start cold. A process that the developer has prepared is used as it is.
+    """
+    if find_sockets(os.environ):
+        return
+    directory = tempfile.mkdtemp(prefix="polyxla-warm-")
+    # Workers of pytest-xdist inherit it, and so do the programs that tests start.
+    os.environ["XDG_RUNTIME_DIR"] = directory
+    command = [sys.executable, "-m", "polyxla", "warm"]
+    runtime: str = config.getoption("--polyxla-runtime")
+    node = {"XRT_TPU_CONFIG": "localservice;0;localhost:8470", "TPU_NUM_DEVICES": "1"}
+    variables = {**os.environ, **{"pjrt": {"PJRT_DEVICE": "CPU"}, "xrt": node}.get(runtime, {})}
+    starting = subprocess.Popen([*command, "on", "--runtime", runtime], env=variables)
+
+    def end() -> None:
+        starting.wait(READY_S)
+        subprocess.run([*command, "off"], check=False)
+        shutil.rmtree(directory)
+
+    config.add_cleanup(end)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _process_is_ready(_device_first: None) -> None:
+    """Wait for the prepared process, which is imported while this one collects tests and opens its device."""
+    deadline = time.monotonic() + READY_S
+    while not find_sockets(os.environ):
+        assert time.monotonic() < deadline, f"no prepared process after {READY_S:g} s"
+        time.sleep(0.1)
 
 
 @pytest.hookimpl(trylast=True)
@@ -283,13 +324,15 @@ def train_on_cpu() -> Callable[..., list[float]]:
 
 @pytest.fixture
 def train_on_tpu(clean_environ: dict[str, str]) -> Callable[..., list[float]]:
-    """Returns the losses that a program prints on an emulated TPU: by python, or by torchrun for several."""
+    """Returns the losses that a program prints on an emulated TPU; torchrun starts several processes."""
 
     def run(tpu: str, devices: int, program: Path, *arguments: str) -> list[float]:
-        launcher = [sys.executable]
+        # `polyxla run` starts from the prepared process.
+        launcher = ["polyxla", "run", "--runtime", "torchtpu"]
         if devices > 1:
-            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)]
-        return _losses([*launcher, str(program), *arguments], {**clean_environ, "POLYXLA_EMULATE": tpu})
+            launcher = ["torch.distributed.run", "--nproc-per-node", str(devices)]
+        command = [sys.executable, "-m", *launcher, str(program), *arguments]
+        return _losses(command, {**clean_environ, "POLYXLA_EMULATE": tpu})
 
     return run
 
