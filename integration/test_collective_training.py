@@ -18,9 +18,9 @@ LAYOUTS = [
     pytest.param((1, 1), id="1-alone", marks=pytest.mark.long),
     pytest.param((2, 2), id="2-processes", marks=pytest.mark.long),
     pytest.param((4, 1), id="4-threads", marks=pytest.mark.long),
-    pytest.param((4, 2), id="4-mixed", marks=pytest.mark.long),
+    pytest.param((4, 2), id="4-mixed"),
     pytest.param((4, 4), id="4-processes", marks=pytest.mark.long),
-    pytest.param((8, 4), id="8-mixed"),
+    pytest.param((8, 4), id="8-mixed", marks=pytest.mark.long),
 ]
 # Without threads: torch.compile shares compiled functions among the threads of a process, and torch_xla
 # writes one replica's graphs into them while another replica uses them.

@@ -23,10 +23,10 @@ LAYOUTS = [
     pytest.param((1, 1), id="1-alone", marks=pytest.mark.long),
     pytest.param((2, 2), id="2-processes", marks=pytest.mark.long),
     pytest.param((4, 1), id="4-threads", marks=pytest.mark.long),
-    pytest.param((4, 2), id="4-mixed", marks=pytest.mark.long),
+    pytest.param((4, 2), id="4-mixed"),
     pytest.param((4, 4), id="4-processes", marks=pytest.mark.long),
     pytest.param((8, 1), id="8-threads", marks=pytest.mark.long),
-    pytest.param((8, 4), id="8-mixed"),
+    pytest.param((8, 4), id="8-mixed", marks=pytest.mark.long),
 ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.pjrt, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.pjrt, pytest.mark.timeout(900)]
 FAULTS = Path(__file__).parent / "faults.py"
 
 

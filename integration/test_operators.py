@@ -87,6 +87,7 @@ def compared(directory: Path) -> Iterator[tuple[str, Numbers, Numbers]]:
             yield f"{path.stem}[{number}]", ours, expected
 
 
+@pytest.mark.long
 def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     assert run(tmp_path, EMULATED, *OPERATORS.split()) == 0
     found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}

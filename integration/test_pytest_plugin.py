@@ -33,7 +33,7 @@ def run_python(runtime: RuntimeUnderTest, folder: Path, *command: str) -> subpro
 @pytest.mark.parametrize(
     ("option", "measure"),
     [
-        pytest.param("-q", ["coverage", "run", "--source=.", "-m"], id="coverage"),
+        pytest.param("-q", ["coverage", "run", "--source=.", "-m"], marks=pytest.mark.long, id="coverage"),
         pytest.param("-n2", [], marks=pytest.mark.long, id="xdist"),
     ],
 )

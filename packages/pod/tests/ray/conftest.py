@@ -22,10 +22,10 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have one process of pytest-xdist run all tests of this directory: each process starts a cluster."""
+    """Have one process of pytest-xdist run all tests of a file here: each process starts a cluster."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ray"))
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 @dataclass
