@@ -124,6 +124,8 @@ def save_with_torch(mesh: DeviceMesh, path: str) -> None:
         save(state(mesh), path, format="torch")
     except CheckpointError as error:
         _print_error(error)
+    # The end of this process would cut the connections to its group, which the other may be making still.
+    dist.barrier()
 
 
 def lose_a_replica(mesh: DeviceMesh, path: str) -> None:
