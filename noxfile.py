@@ -17,6 +17,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 # The integration suites on xrt and torchtpu are separate jobs in .github/workflows: together with these they
 # take over half an hour on two cores.
-nox.options.sessions = ["lint", "types", "tests", "integration(runtime='pjrt')", "build"]
+nox.options.sessions = ["lint", "types", "tests(package='all')", "integration(runtime='pjrt')", "build"]
 # With this variable, each process of a test compiles all the modules that it imports: with torch_xla, this
 # takes as long as the rest of the import.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -73,10 +74,14 @@ TRACKERS = ["mlflow", "wandb"]
 TRACKERS_TESTS = "integration/trackers"
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
 WITH_A_RANGE = ["core", "sampler", "precision", "testing", "training"]
-# A few tests take most of the time, so the process that is done first takes over some of the other's.
+# All of `TESTED`, in one environment.
+ALL = "all"
+# A few tests take most of the time, so the process that is done first takes over some of another's.
 TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
-# Tests that share a Ray cluster are an xdist group, which one of the two processes runs.
-IN_GROUPS = ["-n", "2", "--dist", "loadgroup"]
+# Tests of packages wait for processes and deadlines a third of their time, those of integration hardly ever.
+FOUR_AT_ONCE = ["-n", "4", "--dist", "worksteal"]
+# Tests that share a Ray cluster are an xdist group, which one of the processes runs.
+IN_GROUPS = ["-n", "4", "--dist", "loadgroup"]
 # Their slow tests share a result of their process; two processes would compute it twice.
 ONE_AT_A_TIME = ["precision"]
 # torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
@@ -176,30 +181,49 @@ def types(session: nox.Session) -> None:
     install(session, WITH_TORCH_XLA, group("types"), with_extras=["pod", "training"], editable=True)
     # Runtime torchtpu cannot be installed beside torch_xla: mypy reads its sources.
     sources = {"MYPYPATH": "packages/runtime-torchtpu/src"}
+    checks: list[tuple[list[str], dict[str, str]]] = []
     for package in PROJECTS:
         tests = Path("packages", package, "tests")
         inner = sorted(str(path.parent) for path in tests.glob("*/conftest.py"))
-        excluded = [f"--exclude=^{directory}/" for directory in inner]
-        parts = [tests.with_name("src")] if package != "polyxla" else []
+        parts = [str(tests.with_name("src"))] if package != "polyxla" else []
         if any(tests.glob("*.py")):
-            parts.append(tests)
+            parts.append(str(tests))
         if parts:
-            session.run("mypy", *map(str, parts), *excluded, env=sources)
-        for directory in inner:
-            session.run("mypy", directory, env=sources)
-    checks = [str(path) for path in sorted(Path(".ci").glob("*.py")) if path.name != "abi.py"]
-    session.run("mypy", "integration", "noxfile.py", *checks, env=sources)
-    session.run("mypy", "benchmarks", env={"MYPYPATH": "benchmarks"})
+            checks.append(([*parts, *(f"--exclude=^{directory}/" for directory in inner)], sources))
+        checks += [([directory], sources) for directory in inner]
+    files = [str(path) for path in sorted(Path(".ci").glob("*.py")) if path.name != "abi.py"]
+    checks += [(["integration", "noxfile.py", *files], sources), (["benchmarks"], {"MYPYPATH": "benchmarks"})]
+    # Each runs on one core.
+    with ThreadPoolExecutor(2) as both:
+        runs = [both.submit(session.run, "mypy", *parts, env=env, silent=True) for parts, env in checks]
+    for run in runs:
+        run.result()
 
 
 @nox.session
-@nox.parametrize("package", TESTED)
+@nox.parametrize("package", [ALL, *TESTED])
 def tests(session: nox.Session, package: str) -> None:
-    """Test one package in an environment with its own and its extras' requirements, and no others."""
-    directory = with_package(session, package)
-    session.run(
-        "pytest", *at_once(package), f"{directory}/tests", junit(f"tests-{package}"), *session.posargs
-    )
+    """Test one package in an environment with only its own requirements, or all packages in a common one."""
+    if package != ALL:
+        with_package(session, package)
+        test_package(session, package)
+        return
+    requirements = {requirement for name in GROUPS if name.startswith("test") for requirement in group(name)}
+    install(session, WITH_TORCH_XLA, sorted(requirements), with_extras=["pod", "training"], editable=True)
+    failed = []
+    for each in TESTED:
+        try:
+            test_package(session, each)
+        except nox.command.CommandFailed:
+            failed.append(each)
+    if failed:
+        session.error(f"tests of {', '.join(failed)} failed")
+
+
+def test_package(session: nox.Session, package: str) -> None:
+    """Run the tests of one package, which is installed."""
+    directory = f"packages/{package}/tests"
+    session.run("pytest", *at_once(package), directory, junit(f"tests-{package}"), *session.posargs)
 
 
 @nox.session(name="tests-torchtpu")
@@ -211,7 +235,7 @@ def tests_torchtpu(session: nox.Session, package: str) -> None:
     install(
         session, [package, *needs], group("test-training"), with_extras=[package], editable=True, options=pins
     )
-    options = [*TWO_AT_ONCE, junit(f"tests-torchtpu-{package}")]
+    options = [*FOUR_AT_ONCE, junit(f"tests-torchtpu-{package}")]
     tests = TESTS_ON_TORCH_TPU.get(package, "tests")
     session.run("pytest", f"packages/{package}/{tests}", *options, *session.posargs)
 
@@ -235,7 +259,7 @@ def at_once(package: str) -> list[str]:
     """Return pytest's options for how many of a package's tests run at the same time."""
     if package in ONE_AT_A_TIME:
         return []
-    return IN_GROUPS if package == "pod" else TWO_AT_ONCE
+    return IN_GROUPS if package == "pod" else FOUR_AT_ONCE
 
 
 def with_package(session: nox.Session, package: str) -> str:
