@@ -74,6 +74,7 @@ def test_memory_counters_equal_the_size_of_tensors(printed: Printed) -> None:
     assert lines == [f"{8 << 20} True", "0"]
 
 
+@pytest.mark.long
 def test_training_takes_no_more_memory_with_every_step(printed: Printed) -> None:
     (lines,) = printed("long_training.py")
     (live, in_use, resident), (live_after, in_use_after, resident_after) = (

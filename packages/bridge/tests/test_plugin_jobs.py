@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 Outcomes = Callable[..., list[tuple[int, list[str], str]]]
 OnPlugin = Callable[[int], dict[str, str]]
 
 
+@pytest.mark.long
 def test_many_jobs_in_one_process_leave_nothing_behind(outcomes: Outcomes, on_plugin: OnPlugin) -> None:
     ((code, lines, err),) = outcomes("plugin_jobs.py", "many_jobs", replicas=1, processes=1, **on_plugin(2))
     assert code == 0, err

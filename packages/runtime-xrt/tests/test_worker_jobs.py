@@ -77,6 +77,7 @@ def test_a_worker_holds_an_uploaded_array_once(start_worker: Callable[..., Any])
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_many_jobs_do_not_grow_the_workers_memory(start_worker: Callable[..., Any]) -> None:
     worker = start_worker()
     resident = []

@@ -6,6 +6,7 @@ codes.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -42,6 +43,9 @@ def serve() -> Any:
 
 
 importlib.import_module("torch_xla_helpers")
+# At its end, a program would otherwise take all imported modules apart, and copy their memory for it.
+gc.collect()
+gc.freeze()
 program = serve()
 for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_CREAT), (2, os.O_WRONLY | os.O_CREAT)):
     os.dup2(os.open(program["files"][number], flags), number)
