@@ -53,6 +53,13 @@ def with_habits(replica: Replica, habit: str, width: int) -> None:
         replica.step(optimizer, {"loss": loss})
 
 
+@pytest.mark.torch_xla("torch_xla's loader")
+def test_a_program_that_leaves_its_loop_early_ends_well(runtime: RuntimeUnderTest) -> None:
+    done = runtime.run("--devices", "1", str(Path(__file__).parent / "programs" / "leave_loop.py"))
+    # torch_xla's own threads would abort the process: exit code -6.
+    assert (done.returncode, done.stdout) == (0, f"{1 << 22}\n"), done.stderr
+
+
 @pytest.mark.torch_xla("steps that wait for a sync")
 def test_a_loop_that_never_syncs_is_reported_while_it_runs(runtime: RuntimeUnderTest) -> None:
     program = Path(__file__).parent / "programs" / "steps_without_sync.py"

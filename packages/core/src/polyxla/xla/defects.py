@@ -11,14 +11,21 @@ buckets of DistributedDataParallel, were those of one replica. Here, a collectiv
 own, which torch then copies. In XLA's program, this adds a copy only where the argument is a view.
 
 Errors of a dataset that torch_xla's loader reads ahead: torch_xla ends the epoch without reporting them.
+
+Threads of a loader whose loop was left early: where one copies a batch while Python ends, Python ends it in
+torch_xla's C++ code, which aborts the process (SIGABRT).
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
+import os
 import queue
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +39,9 @@ _NORMS = ("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm
 _library = torch.library.Library("aten", "IMPL")
 
 
+_LEAVE_S = 5.0
+"""Longest wait at the program's end for the threads of loaders, in seconds; a dataset may hang."""
+_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 _WRITTEN = {
     "_xla_all_reduce_inplace": 1,
     "_xla_all_gather_out": 0,
@@ -46,6 +56,7 @@ _WRITTEN = {
 def mend_torch_xla() -> None:
     """Mend all of them, from now on. Several runtimes may call this."""
     _raise_in_loop()
+    _end_loaders_before_python()
     _replace_operators()
     _replace_collectives()
 
@@ -195,3 +206,32 @@ def _raise_in_loop() -> None:
         read(self)
 
     ParallelLoader._loader_worker = loader_worker  # type: ignore[method-assign]
+
+
+def _end_loaders_before_python() -> None:
+    """Have the program's end wait for the threads of loaders that are still copying."""
+    make: Any = ParallelLoader.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _loaders.add(self)
+
+    any_loader: Any = ParallelLoader
+    any_loader.__init__ = init
+    atexit.register(_end_loaders)
+    # A fork has none of the threads, and may have their queues' locks.
+    os.register_at_fork(after_in_child=_loaders.clear)
+
+
+def _end_loaders() -> None:
+    deadline = time.monotonic() + _LEAVE_S
+    loaders = list(_loaders)
+    # `ParallelLoader.close` does the same, but waits for a dataset that hangs.
+    for loader in loaders:
+        loader._done = True
+        for waiting in loader._queues.values():
+            waiting.queue.close()
+            waiting.cpu_loader_queue.close()
+    for thread in [thread for loader in loaders for thread in loader._threads]:
+        thread.join(max(0.0, deadline - time.monotonic()))
