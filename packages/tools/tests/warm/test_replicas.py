@@ -51,19 +51,14 @@ def test_replicas_end_with_the_client(pjrt: Machine, number: signal.Signals) -> 
     wait_for_end_of(pids)
 
 
-def test_an_emulated_tpu_starts_warm_too(pjrt: Machine) -> None:
-    done = pjrt.run("run", PROGRAMS / "reduces.py", environ={"PJRT_DEVICE": "", "POLYXLA_EMULATE": "v4-8"})
+def test_an_emulated_tpu_starts_warm_and_is_what_a_cold_program_sees(pjrt: Machine) -> None:
+    environ = {"PJRT_DEVICE": "", "POLYXLA_EMULATE": "v4-8"}
+    done = pjrt.run("run", PROGRAMS / "reduces.py", environ=environ)
     assert done.stdout == "[8.0, 8.0, 8.0, 8.0]\n"
     assert "this start is cold" not in done.stderr
-    # The program and its fork server.
-    assert pjrt.served() == 2
-
-
-def test_a_warm_program_sees_the_tpu_that_a_cold_one_sees(pjrt: Machine) -> None:
-    environ = {"PJRT_DEVICE": "", "POLYXLA_EMULATE": "v4-8"}
     warm = pjrt.run("run", PROGRAMS / "describes_tpu.py", environ=environ)
-    # The program, and the fork server for the replicas that it does not launch.
-    assert pjrt.served() == 2
+    # Each program and its fork server; the second program does not launch its replicas.
+    assert pjrt.served() == 4
     pjrt.run("warm", "off")
     cold = pjrt.run("run", PROGRAMS / "describes_tpu.py", environ=environ)
     assert (warm.returncode, warm.stdout) == (0, cold.stdout)
