@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
 from polyxla_testing import PluginInstaller
+from polyxla_testing.processes import wait_until
 from polyxla_training import CheckpointError, CheckpointFolder, Trainer, load, save
 from polyxla_training.checkpoint.stop_signal import stop_file
 from polyxla_training.listeners import checkpointing
@@ -159,9 +160,15 @@ def test_on_a_signal_it_saves_and_then_ends(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), number)
+        # The main thread handles it, and may wait for its turn during an epoch's steps.
+        wait_until(stop_file("saved").exists, "the signal is handled")
+
     before = signal.signal(number, lambda received, _: ended.append(received))
     try:
-        module = _Net(then=lambda: os.kill(os.getpid(), number))
+        module = _Net(then=interrupt)
         _fit(module, save_every_n_steps=None)
     finally:
         signal.signal(number, before)
