@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
+from polyxla_testing.processes import wait_until
 from polyxla_training import CheckpointFolder, Trainer, commands
 from polyxla_training.checkpoint.stop_signal import stop_file
 from polyxla_training.listeners import log_upload
@@ -102,7 +103,12 @@ def ended() -> Iterator[list[int]]:
 
 
 def test_on_sigterm_it_saves_to_the_store(remote: str, ended: list[int]) -> None:
-    module = _Net(at=3, then=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        # The main thread handles it, and may wait for its turn during all steps.
+        wait_until(stop_file(remote).exists, "the signal is handled")
+
+    module = _Net(at=3, then=end)
     _fit(module, checkpoint_dir=remote, save_every_n_steps=None, max_steps=20)
     assert ended == [signal.SIGTERM]
     assert module.steps < 20
