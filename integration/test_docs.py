@@ -294,7 +294,8 @@ def test_every_session_is_on_the_page_for_contributors() -> None:
     named = re.findall(r"nox -s \"?([\w-]+)", text)
     assert {name.replace("-", "_") for name in named} == set(sessions)
     (default,) = re.findall(r"^nox\.options\.sessions = (.*)", noxfile, re.MULTILINE)
-    said = [name.replace("(runtime='pjrt')", " on pjrt") for name in ast.literal_eval(default)]
+    said = [re.sub(r"\(runtime='(.*)'\)", r" on \1", name) for name in ast.literal_eval(default)]
+    said = [name.replace("(package='all')", "") for name in said]
     assert f"| `nox` | {', '.join(said)} |" in text
 
 
