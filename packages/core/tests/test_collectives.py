@@ -182,7 +182,7 @@ def test_a_barrier_waits_for_every_replica() -> None:
 
     def meet(replica: Replica) -> int:
         arrived.append(replica.ordinal)
-        replica.barrier()
+        replica.barrier("a tag of\ntwo lines")
         return len(arrived)
 
     assert _everywhere(meet) == [4, 4, 4, 4]

@@ -114,7 +114,8 @@ class Collectives:
         Raises:
             DisagreementError: another replica gathers for something else than `call` of `what`.
         """
-        call = f"{call} of {what}" if what else call
+        # A line ends it in the payload, and the tag of a barrier may have several.
+        call = (f"{call} of {what}" if what else call).replace("\n", " ")
         # Another replica may be reading a value that depends on this replica's part of a pending collective.
         self.sync()
         # The call travels with the payload, so that replicas in different calls are found out at once.
