@@ -5,6 +5,8 @@ Each trains for 20 steps; the losses are compared with those of the same program
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +65,24 @@ def test_processes_of_torch_multiprocessing_train(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(done.stdout.split()) == ["sum=6.0"] * 4
+
+
+@pytest.mark.long
+def test_the_quickstarts_script_trains(clean_environ: dict[str, str], tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+    (script,) = re.findall(r"^```python\n(# digits\.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "digits.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "polyxla", "run", "digits.py"],
+        env={**clean_environ, "POLYXLA_EMULATE": "v5e-4"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ast.literal_eval(done.stdout)["accuracy"] > 0.9
 
 
 def _on_cpu(train_on_cpu: Train, program: str) -> list[float]:
