@@ -299,7 +299,7 @@ def faults(session: nox.Session) -> None:
 def clients(session: nox.Session, runtime: str) -> None:
     """Train with Lightning, Accelerate and transformers on emulated TPUs; takes a quarter of an hour."""
     pins = ("-c", CONSTRAINTS_TORCHTPU if runtime == "torchtpu" else CONSTRAINTS)
-    packages = ["bridge", f"runtime-{runtime}", "testing"]
+    packages = ["bridge", f"runtime-{runtime}", "testing", "tools"]
     install(session, packages, group(f"clients-{runtime}"), options=pins)
     # Keep the tests of a library in one process: they share its run on the CPU.
     together = ["-n", "2", "--dist", "loadgroup"]
@@ -327,7 +327,7 @@ def trackers(session: nox.Session) -> None:
     extras = PROJECTS["training"]["optional-dependencies"]
     requirements = [*group("trackers"), *(requirement for extra in TRACKERS for requirement in extras[extra])]
     # Install without the constraints, because MLflow allows only older releases of some libraries.
-    install(session, ["runtime-pjrt", "training", "testing"], requirements, options=())
+    install(session, ["runtime-pjrt", "training", "testing", "tools"], requirements, options=())
     options = ["--polyxla-runtime", "pjrt", junit("trackers")]
     # MLflow would report its use to its makers.
     environ = {"MLFLOW_DISABLE_TELEMETRY": "true"}
