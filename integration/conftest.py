@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 
 from polyxla import Replica
 from polyxla.plugin import temporary_environ
+from polyxla_testing.processes import wait_until
 from polyxla_tools.warm.sockets import find_sockets
 
 if TYPE_CHECKING:
@@ -99,10 +99,7 @@ def _prepare_process(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _process_is_ready(_device_first: None) -> None:
     """Wait for the prepared process, which is imported while this one collects tests and opens its device."""
-    deadline = time.monotonic() + READY_S
-    while not find_sockets(os.environ):
-        assert time.monotonic() < deadline, f"no prepared process after {READY_S:g} s"
-        time.sleep(0.1)
+    wait_until(lambda: bool(find_sockets(os.environ)), "the prepared process is ready", READY_S)
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polyxla.plugin import TPU_LIBRARY_PATH
 from polyxla.plugin import env as core
 
 # fmt: off
@@ -36,11 +37,6 @@ SET_BY_PROGRAMS = frozenset(["KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORC
 """Variables that scikit-learn and Lightning set when a program imports them, before it launches replicas.
 
 The first two are for Intel's OpenMP, which none of the imports loads; the third is for `torch.cuda`.
-"""
-LIBRARY_PATH = "TPU_LIBRARY_PATH"
-"""The library of the TPU. TorchTPU opens it when it is imported, torch_xla when a device is opened.
-
-torch_xla's import only asks whether it is set, which the hook `polyxla_forked` repeats.
 """
 _IMPORTABLE = (".py", ".so", ".pth", ".egg-link")
 _METADATA = (".dist-info", ".egg-info")
@@ -129,7 +125,12 @@ def relevant(reads: Reads, environ: Mapping[str, str]) -> set[str]:
 
 
 def _opened_later() -> set[str]:
-    return set() if "torch_tpu" in sys.modules else {LIBRARY_PATH}
+    """Return the variable of the TPU's library, unless TorchTPU has opened the library by its import.
+
+    torch_xla opens it with a device. Its import only asks whether the variable is set, which the hook
+    `polyxla_forked` repeats.
+    """
+    return set() if "torch_tpu" in sys.modules else {TPU_LIBRARY_PATH}
 
 
 def _setting(name: str, value: str | None) -> str:
