@@ -74,3 +74,11 @@ def test_the_replica_of_run_each_that_fails_is_named(run: Run) -> None:
     done = run("v5e-4", *POLYXLA_RUN, "--each", "--devices", "[0, 1]", program, "fail")
     assert done.returncode == 3, done.stderr[-3000:]
     assert "the replica with ordinal 1 called sys.exit(3) at " in done.stderr
+
+
+def test_replicas_do_not_meet_in_a_file_that_an_earlier_job_has_left(run: Run) -> None:
+    done = run("v4-8", str(PROGRAMS / "left_meeting.py"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    # The replicas of both launches have the same parent, so TorchTPU would have read the file.
+    assert done.stdout.splitlines() == [f"1 True {[[0, 1, 2, 3]] * 4}"]
+    assert "Node-local store" not in done.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 
@@ -111,16 +110,10 @@ def test_one_chosen_chip_is_a_topology_of_its_own() -> None:
     assert len(environ[env.TORCH_TPU_SLICEBUILDER_ADDRESSES].split(",")) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "expected"),
-    [("v4-8", range(4), "4"), ("v4-8", (0, 1), "2"), ("v4-8", (2, 3), None), ("v4-16", range(8), None)],
-)
-def test_processes_exchange_addresses_in_memory_if_their_ranks_count_from_0_on_one_host(
-    name: str, devices: Sequence[int], expected: str | None
-) -> None:
-    plan = plan_for({POLYXLA_EMULATE: name}, "TPU", tuple(devices))
-    environs = plan.process_environments({}, 2)
-    assert {own.get(env.TORCH_TPU_DEVICES_PER_HOST) for own in environs} == {expected}
+def test_processes_do_not_meet_in_a_file_that_torchtpu_leaves() -> None:
+    plan = plan_for({POLYXLA_EMULATE: "v4-8", env.TORCH_TPU_DEVICES_PER_HOST: "4"}, "TPU", (0, 1, 2, 3))
+    environs = plan.process_environments({env.TORCH_TPU_DEVICES_PER_HOST: "4"}, 2)
+    assert [own[env.TORCH_TPU_DEVICES_PER_HOST] for own in environs] == [""] * 4
 
 
 def test_a_process_is_prepared_for_emulated_chips_only() -> None:

@@ -24,8 +24,9 @@ TORCH_TPU_XPROF_SESSION_ID = "TORCH_TPU_XPROF_SESSION_ID"
 """Given: the name that the profiles of a job's processes share."""
 
 TORCH_TPU_DEVICES_PER_HOST = "TORCH_TPU_DEVICES_PER_HOST"
-"""Given where a host's processes use its first devices: their number. torch_tpu 0.2.0 requires `LOCAL_RANK`
-to be less, and takes all processes of a machine for one host's."""
+"""Given: empty, so that replicas meet in the job's store. With a number, torch_tpu 0.2.0 lets the processes
+of a host meet in ``/dev/shm/torch_tpu_pg_store_N``, where N is their parent's process id, and leaves that
+file."""
 
 TORCH_TPU_INTERNAL_HANDSHAKE_PORT = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
 """Given on an emulated TPU: the port on which the processes compare the collectives of their programs.
@@ -41,7 +42,8 @@ TORCH_DEVICE_BACKEND_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Given: ``0`` in replica processes, in which this runtime loads TorchTPU itself; read by torch."""
 
 TF_CPP_MIN_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-"""Given on an emulated TPU: ``1``, which leaves out TorchTPU's reports of success. Read by XLA."""
+"""Given on an emulated TPU: ``2``, which leaves out TorchTPU's reports of success, and its warning that
+replicas do not meet in shared memory. Read by XLA."""
 
 READ = (TORCH_TPU_TOPOLOGY, TORCH_TPU_SLICEBUILDER_ADDRESSES, TORCH_TPU_BASE_PORT)
 """The variables that a user may set."""

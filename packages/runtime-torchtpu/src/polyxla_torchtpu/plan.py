@@ -36,12 +36,11 @@ STORE_PORT = 29500
 """The port of torch.distributed's store in such a slice. Source: as for `BASE_PORT`."""
 CPU_GENERATION = "v5e"
 """What the chips are called that this machine's CPU emulates where no TPU was asked for."""
-_EMULATED = {tpu_env.TPU_SKIP_MDS_QUERY: "1", env.TF_CPP_MIN_LOG_LEVEL: "1"}
+_EMULATED = {tpu_env.TPU_SKIP_MDS_QUERY: "1", env.TF_CPP_MIN_LOG_LEVEL: "2"}
 NEVER_OVERWRITTEN = (
     env.TORCH_TPU_TOPOLOGY,
     env.TORCH_TPU_SLICEBUILDER_ADDRESSES,
     env.TORCH_TPU_XPROF_SESSION_ID,
-    env.TORCH_TPU_DEVICES_PER_HOST,
 )
 """Variables that keep the value that a user has set, as in TorchTPU's own launch."""
 
@@ -117,11 +116,11 @@ class TorchTpuPlan(ChipPlan):
             env.NNODES: self.layout.hosts,
             env.NODE_RANK: host,
         }
-        if self.chips == tuple(range(self.layout.processes)) and not self.emulates_all_hosts:
-            # With it, TorchTPU exchanges addresses in this machine's shared memory, by `LOCAL_RANK`.
-            ranks[env.TORCH_TPU_DEVICES_PER_HOST] = self.layout.processes
         return {
             **{name: str(number) for name, number in ranks.items()},
+            # With a number, TorchTPU would meet in a file that is named after the parent process and that it
+            # never deletes. A later job whose parent gets the same number would read this job's devices.
+            env.TORCH_TPU_DEVICES_PER_HOST: "",
             **meeting,
             **self._emulated_environment(host, cpu_count, meeting),
         }
