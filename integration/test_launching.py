@@ -161,17 +161,21 @@ def test_a_program_can_spawn_a_number_of_cpu_replicas(clean_environ: dict[str, s
     assert sorted(done.stdout.splitlines()) == expected
 
 
-def test_a_replica_of_a_torch_xla_launch_cannot_end_the_program_with_success(
+def test_sys_exit_0_in_a_torch_xla_launch_ends_the_program_if_all_replicas_call_it(
     clean_environ: dict[str, str],
 ) -> None:
     done = run(
         [sys.executable, str(PROGRAMS / "exit_in_replica.py")], {**clean_environ, "PJRT_DEVICE": "CPU"}
     )
     assert done.returncode == 0, done.stderr
-    said = re.findall(
-        r"(\w+ \d): the replica with ordinal (\d) called sys\.exit\(0\) at \S+:14;", done.stdout
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"launch 2: ReplicaLostError: the replica with ordinal 1 called sys\.exit\(0\) at \S+:14; .*",
+        lines[0],
     )
-    assert said == [("launch 2", "1"), ("launch 1", "0"), ("spawn 1", "0")], done.stdout
+    # torch_xla, too, ends the program then.
+    ended = ["all of 2", "spawn 2", "launch 1", "spawn 1"]
+    assert lines[1:] == [f"{name}: SystemExit: 0" for name in ended]
 
 
 @pytest.mark.torch_xla("a program for torch_xla")

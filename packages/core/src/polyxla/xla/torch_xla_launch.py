@@ -19,7 +19,7 @@ from torch_xla._internal import pjrt
 from polyxla import presence
 from polyxla.contracts.job import Job, ReplicaResult
 from polyxla.env import Setting, snapshot
-from polyxla.tracebacks import Folded, leave_replica
+from polyxla.tracebacks import Folded, as_error, leave_replica
 from polyxla.xla import first_device_use, launches
 from polyxla.xla.main_module import for_new_process, refuse_while_importing
 
@@ -44,14 +44,27 @@ def run_replica(job: Job, place: Any) -> ReplicaResult:
 
 
 @dataclass(frozen=True)
+class Exited:
+    """What the function of a replica returns that has called ``sys.exit(0)``.
+
+    Attributes:
+        error: what the launch raises, unless all replicas have called it.
+    """
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
 class LaunchedFunction:
     """A program's function in a launch of torch_xla's own, whose ``sys.exit`` must not end the launch.
 
     Attributes:
         function: the function.
+        is_alone: whether it runs in the process that launches, as the only replica.
     """
 
     function: Callable[..., Any]
+    is_alone: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function in a replica."""
@@ -60,7 +73,26 @@ class LaunchedFunction:
         except Exception:
             raise
         except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                if self.is_alone:
+                    raise
+                return Exited(as_error(error, _named(xr.global_ordinal())))
             leave_replica(error, _named(xr.global_ordinal()))
+
+
+def _ended(values: dict[int, Any]) -> dict[int, Any]:
+    """Return the values of all replicas, by ordinal.
+
+    Raises:
+        SystemExit: all replicas have called ``sys.exit(0)``; torch_xla, too, then ends the program.
+        ReplicaLostError: only some have.
+    """
+    exited = [value for value in values.values() if isinstance(value, Exited)]
+    if exited and len(exited) == len(values):
+        raise SystemExit(0)
+    if exited:
+        raise exited[0].error
+    return values
 
 
 def _named(ordinal: int) -> str:
@@ -91,7 +123,7 @@ def handle_launches(
         with Folded():
             results = run(_job(runtime, call, method, nprocs), plan)
         ordered = sorted(results, key=operator.attrgetter("ordinal"))
-        return {result.ordinal: result.value for result in ordered}
+        return _ended({result.ordinal: result.value for result in ordered})
 
     def run_multiprocess(
         function: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
@@ -99,13 +131,14 @@ def handle_launches(
         # A launch that fails counts too: `polyxla run` reports programs that never launch.
         launches.append(function)
         if _joined:
-            return {xr.global_ordinal(): LaunchedFunction(function)(*args, **kwargs)}
+            return _ended({xr.global_ordinal(): LaunchedFunction(function)(*args, **kwargs)})
         # Before asking for the plan, which does not exist in a replica process.
         refuse_while_importing(_LAUNCH)
         plan = prepared(None)
         if plan is None:
-            return previous(LaunchedFunction(function), *args, start_method=start_method, **kwargs)
-        return launch(plan, functools.partial(function, *args, **kwargs), start_method, None)
+            return _ended(previous(LaunchedFunction(function), *args, start_method=start_method, **kwargs))
+        call = functools.partial(LaunchedFunction(function), *args, **kwargs)
+        return launch(plan, call, start_method, None)
 
     @functools.wraps(previous_spawn)
     def spawn(
@@ -115,10 +148,10 @@ def handle_launches(
             refuse_while_importing(_SPAWN)
             if (plan := prepared(nprocs)) is not None:
                 launches.append(fn)
-                launch(plan, pjrt._SpawnFn(fn, *args), start_method, nprocs)
+                launch(plan, LaunchedFunction(pjrt._SpawnFn(fn, *args)), start_method, nprocs)
                 return None
         # With nprocs, torch_xla calls the function itself; otherwise it calls `run_multiprocess`.
-        function = fn if nprocs is None else LaunchedFunction(fn)
+        function = fn if nprocs is None else LaunchedFunction(fn, is_alone=True)
         return previous_spawn(function, None if _joined else nprocs, start_method, args)
 
     pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
