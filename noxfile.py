@@ -69,6 +69,8 @@ TESTS_NEED = {
 RUNTIMES = ["pjrt", "xrt", "torchtpu"]
 # Directories with programs of other libraries, for `clients`.
 CLIENTS = {"pjrt": "integration/clients", "torchtpu": "integration/torchtpu/clients"}
+# Suites of tests that others wrote, for `scorecard`: the project whose requirements each needs.
+SCORECARDS = {"torch_xla": "torch_xla", "torch_xla-replicas": "torch_xla", "lightning": "lightning"}
 # Extras that log to services, with many requirements, and the directory of their tests.
 TRACKERS = ["mlflow", "wandb"]
 TRACKERS_TESTS = "integration/trackers"
@@ -484,10 +486,11 @@ def libtpu(session: nox.Session, runtime: str) -> None:
 
 
 @nox.session
-def upstream(session: nox.Session) -> None:
-    """Run torch_xla's own list of TPU tests on an emulated TPU; the argument is a checkout of torch_xla."""
-    install(session, ["bridge", "runtime-pjrt"], group("upstream"))
-    session.run("python", ".ci/upstream.py", *session.posargs)
+@nox.parametrize("suite", list(SCORECARDS))
+def scorecard(session: nox.Session, suite: str) -> None:
+    """Run tests that others wrote on emulated TPUs; the argument is a checkout of their project."""
+    install(session, ["bridge", "runtime-pjrt"], group(f"scorecard-{SCORECARDS[suite]}"))
+    session.run("python", ".ci/scorecard.py", suite, *session.posargs)
 
 
 @nox.session

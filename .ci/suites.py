@@ -1,0 +1,156 @@
+"""The suites of tests that others wrote, for `scorecard.py`: their programs, and what these run with."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of a suite, which runs in processes of its own.
+
+    Attributes:
+        name: which the files of `scorecards` know it by.
+        arguments: of Python.
+        variables: that it needs; LOGS in a value becomes the directory of its output.
+        is_pytest: whether pytest runs it, and can report on each of its tests.
+        timeout_s: after which it is ended, in seconds.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    is_pytest: bool = False
+    timeout_s: float = 900
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite.
+
+    Attributes:
+        what: a sentence on what is run.
+        source: where its files are from.
+        path: what a user gives as its path.
+        packages: whose versions count, beside torch's.
+        programs: finds its programs in the path.
+        variables: of all its programs.
+        directories: the first, in its path, is the working directory; Python finds modules in all.
+    """
+
+    what: str
+    source: str
+    path: str
+    packages: tuple[str, ...]
+    programs: Callable[[Path], Iterator[Program]]
+    variables: Mapping[str, str]
+    directories: tuple[str, ...] = (".",)
+
+    def paths(self, root: Path) -> list[Path]:
+        """Return the directories."""
+        return [root / directory for directory in self.directories]
+
+
+WRAPPERS = {
+    "run_pt_xla_debug": {"PT_XLA_DEBUG": "1", "PT_XLA_DEBUG_FILE": "LOGS/pt_xla_debug.txt"},
+    "run_save_tensor_hlo": {"XLA_SAVE_TENSORS_FMT": "hlo", "XLA_SAVE_TENSORS_FILE": "LOGS/saved_tensors.txt"},
+    "run_xla_hlo_debug": {"XLA_HLO_DEBUG": "1"},
+    "run_xla_ir_hlo_debug": {"XLA_IR_DEBUG": "1", "XLA_HLO_DEBUG": "1"},
+}
+"""Variables that the shell functions of torch_xla's lists set.
+Source: test/utils/run_tests_utils.sh and test/run_tests.sh of torch_xla 2.9.0.
+"""
+
+
+def torch_xla_list(text: str) -> Iterator[Program]:
+    """Yield the programs of lines such as ``XLA_IR_DEBUG=1 run_test "$_TEST_DIR/test_metrics.py" -v``."""
+    for line in text.splitlines():
+        match = re.fullmatch(r'\s*((?:\w+=\S+ |run_\w+ )*)run_\w+ "\$_TEST_DIR/(\S+)"(.*)', line)
+        if match is None:
+            continue
+        words = [*match[1].split(), line.split('"')[0].split()[-1]]
+        variables = dict(word.split("=", 1) for word in words if "=" in word)
+        for word in words:
+            variables |= WRAPPERS.get(word, {})
+        options = tuple(option for option in shlex.split(match[3]) if option != "$@")
+        name = " ".join((match[2], *(option for option in options if option != "-v")))
+        yield Program(name, (match[2], *options), variables)
+
+
+def torch_xla_tpu(root: Path) -> Iterator[Program]:
+    """Yield the list of TPU tests."""
+    return torch_xla_list((root / "test/tpu/run_tests.sh").read_text())
+
+
+def torch_xla_replicas(root: Path) -> Iterator[Program]:
+    """Yield the list of tests of several replicas."""
+    text = (root / "test/run_tests.sh").read_text()
+    match = re.search(r"^function run_mp_op_tests {$(.*?)^}$", text, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return torch_xla_list(match[1])
+
+
+def lightning(root: Path) -> Iterator[Program]:
+    """Yield the files of Lightning's and Fabric's tests for TPUs, and each standalone test alone."""
+    for path in sorted(root.glob("tests/tests_*/**/test_*.py")):
+        decorated = {
+            node.name: " ".join(map(ast.unparse, node.decorator_list))
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        on_tpu = {name: text for name, text in decorated.items() if "tpu=True" in text}
+        alone = [name for name, text in on_tpu.items() if "standalone=True" in text]
+        directory = Path(*path.relative_to(root).parts[:2])
+        name = str(path.relative_to(root / "tests"))
+        options = (
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=300",
+            f"--rootdir={root / directory}",
+        )
+        # A standalone test is skipped without the variable, and every other test with it.
+        if len(on_tpu) > len(alone):
+            yield Program(name, (*options, name), is_pytest=True)
+        for test in alone:
+            arguments = (*options, f"{name}::{test}")
+            yield Program(f"{name}::{test}", arguments, {"PL_RUN_STANDALONE_TESTS": "1"}, is_pytest=True)
+
+
+SUITES = {
+    "torch_xla": Suite(
+        "torch_xla's own list of TPU tests on an emulated v4-8, each file in a process of its own.",
+        "test/tpu/run_tests.sh of pytorch/xla at v2.9.0",
+        "XLA",
+        ("torch_xla",),
+        torch_xla_tpu,
+        {"POLYXLA_EMULATE": "v4-8"},
+        ("test",),
+    ),
+    "torch_xla-replicas": Suite(
+        "torch_xla's own tests of several replicas on an emulated v4-8, each file in a process of its own.",
+        "`run_mp_op_tests` in test/run_tests.sh of pytorch/xla at v2.9.0",
+        "XLA",
+        ("torch_xla",),
+        torch_xla_replicas,
+        {"POLYXLA_EMULATE": "v4-8"},
+        ("test",),
+    ),
+    "lightning": Suite(
+        "The files of Lightning's and Fabric's tests that use a TPU, on an emulated v4-8.",
+        "tests of Lightning-AI/pytorch-lightning at 2.6.5",
+        "LIGHTNING",
+        ("torch_xla", "lightning"),
+        lightning,
+        {"POLYXLA_EMULATE": "v4-8", "PL_RUN_TPU_TESTS": "1", "PJRT_DEVICE": "TPU"},
+        ("tests", "tests/tests_pytorch", "tests/tests_fabric"),
+    ),
+}
+"""By the name that a user gives."""

@@ -1,0 +1,128 @@
+"""The scorecards of suites that others wrote: .ci/scorecard.py, and the page that it writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+TESTS = """
+import os, pytest
+def test_passes(): open("ran", "a").write("x")
+def test_fails(): assert os.environ["GIVEN"] == "other"
+def test_has_no_owner(): assert False
+@pytest.mark.skip
+def test_is_skipped(): pass
+"""
+WAITS = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open("child", "w").write(str(child.pid))
+child.wait()
+"""
+
+
+@pytest.fixture
+def scorecard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, with a suite of three programs and with its files in a directory of the test."""
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    import scorecard as module
+    import suites
+
+    programs = [
+        suites.Program("test_some.py", (*PYTEST, "test_some.py"), {"GIVEN": "one"}, is_pytest=True),
+        suites.Program("aborts.py", ("aborts.py",)),
+        suites.Program("waits.py", ("waits.py",), timeout_s=3),
+        suites.Program("left_out.py", ("left_out.py",)),
+    ]
+    suite = suites.Suite("Theirs.", "a test", "PATH", (), lambda _: iter(programs), {})
+    monkeypatch.setattr(module, "SUITES", {"theirs": suite})
+    monkeypatch.setattr(module, "SCORECARDS", tmp_path)
+    monkeypatch.setattr(module, "PAGE", tmp_path / "scorecards.md")
+    monkeypatch.setattr(module, "CACHE", tmp_path / "cache")
+    (tmp_path / "theirs").mkdir()
+    for name, text in {
+        "test_some.py": TESTS,
+        "aborts.py": "import os; os.abort()",
+        "waits.py": WAITS,
+        "../theirs.toml": EXPECTED,
+    }.items():
+        (tmp_path / "theirs" / name).write_text(text)
+    return module
+
+
+EXPECTED = """
+[peer]
+"test_some.py::test_f*" = "the peer's defect"
+"waits.py" = "waits for ever"
+
+["not run"]
+"left_out.py" = "takes a day"
+"""
+
+
+def run(module: Any, monkeypatch: pytest.MonkeyPatch, path: Path, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["scorecard.py", "theirs", str(path), *options])
+    code: int = module.main()
+    return code
+
+
+def test_each_test_has_an_outcome_and_each_failure_an_owner(
+    scorecard: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(scorecard, monkeypatch, tmp_path / "theirs") == 1
+    said = capsys.readouterr().out
+    surprises = [line for line in said.splitlines() if line.startswith("not as expected: ")]
+    assert surprises == [
+        "not as expected: test_some.py::test_has_no_owner failed",
+        "not as expected: aborts.py ended by signal 6",
+        # A program that does not end is a surprise even where it is known to fail.
+        "not as expected: waits.py not over after 3 s",
+    ]
+    card = json.loads((tmp_path / "theirs.json").read_text())
+    assert card["counts"] == {"ours": 2, "passed": 1, "peer": 2, "skipped": 1}
+    assert "| [theirs](#theirs) | 1 | 2 | 2 | 1 | 1 |" in scorecard.PAGE.read_text()
+    assert "| `test_some.py::test_f*` | peer | the peer's defect |" in scorecard.PAGE.read_text()
+
+
+def test_the_processes_of_a_program_that_takes_too_long_end(
+    scorecard: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(scorecard, monkeypatch, tmp_path / "theirs", "waits")
+    child = Path("/proc") / (tmp_path / "theirs" / "child").read_text() / "stat"
+    deadline = time.monotonic() + 10
+    while child.exists() and ") Z " not in child.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.exists() or ") Z " in child.read_text()
+
+
+def test_a_run_goes_on_where_it_stopped(
+    scorecard: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "theirs"
+    for options in (["some"], [], ["some", "--again"]):
+        run(scorecard, monkeypatch, theirs, *options)
+    assert (theirs / "ran").read_text() == "xx"
+    with pytest.raises(SystemExit, match="--shard 3/2: write K/N"):
+        run(scorecard, monkeypatch, theirs, "--shard", "3/2")
+
+
+def test_a_failure_that_is_known_and_passes_is_reported(
+    scorecard: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "theirs.toml").write_text(EXPECTED.replace("test_f*", "test_passes"))
+    assert run(scorecard, monkeypatch, tmp_path / "theirs", "some") == 1
+    assert "not as expected: test_some.py::test_passes passed" in capsys.readouterr().out
+
+
+def test_the_page_has_the_counts_of_the_last_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    import scorecard as module
+
+    assert (ROOT / "docs" / "scorecards.md").read_text() == module.page()
