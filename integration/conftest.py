@@ -310,28 +310,36 @@ def _with_layout(replica: Replica, function: Callable[..., Any], *args: Any) -> 
 
 @pytest.fixture(scope="session")
 def train_on_cpu() -> Callable[..., list[float]]:
-    """Returns the losses that a program prints on the CPU, in one process; it runs once."""
+    """Returns the losses that a program prints on the CPU, in one process or in several; it runs once."""
 
     @functools.cache
-    def losses(program: Path, *arguments: str) -> list[float]:
-        return _losses([sys.executable, str(program), *arguments], None)
+    def losses(program: Path, *arguments: str, processes: int = 1) -> list[float]:
+        launcher = _torchrun(processes) if processes > 1 else []
+        return _losses([sys.executable, *launcher, str(program), *arguments], None)
 
     return losses
 
 
 @pytest.fixture
 def train_on_tpu(clean_environ: dict[str, str]) -> Callable[..., list[float]]:
-    """Returns the losses that a program prints on an emulated TPU; torchrun starts several processes."""
+    """Returns the losses that a program prints on an emulated TPU.
 
-    def run(tpu: str, devices: int, program: Path, *arguments: str) -> list[float]:
+    torchrun starts several processes, or `polyxla run --each` with `each`.
+    """
+
+    def run(tpu: str, devices: int, program: Path, *arguments: str, each: bool = False) -> list[float]:
         # `polyxla run` starts from the prepared process.
-        launcher = ["polyxla", "run", "--runtime", "torchtpu"]
-        if devices > 1:
-            launcher = ["torch.distributed.run", "--nproc-per-node", str(devices)]
-        command = [sys.executable, "-m", *launcher, str(program), *arguments]
+        launcher = ["-m", "polyxla", "run", "--runtime", "torchtpu", *(["--each"] if each else [])]
+        if devices > 1 and not each:
+            launcher = _torchrun(devices)
+        command = [sys.executable, *launcher, str(program), *arguments]
         return _losses(command, {**clean_environ, "POLYXLA_EMULATE": tpu})
 
     return run
+
+
+def _torchrun(processes: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
 
 
 def _losses(command: list[str], environ: dict[str, str] | None) -> list[float]:

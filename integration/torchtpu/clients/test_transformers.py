@@ -1,4 +1,4 @@
-"""A program of transformers, which does not mention polyxla, trains on emulated TPUs as on the CPU."""
+"""Programs of Accelerate and transformers, without polyxla's name in them, train as on the CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-LLAMA = Path(__file__).parent / "programs" / "llama.py"
+PROGRAMS = Path(__file__).parent / "programs"
+LLAMA = PROGRAMS / "llama.py"
+LOOP = PROGRAMS / "accelerate_loop.py"
+TRAINER = PROGRAMS / "trainer.py"
 STEPS = 20
+PROCESSES = 4
 TOLERANCE = 1e-5
 
 
@@ -23,3 +27,54 @@ def test_a_llama_of_transformers_trains_as_on_the_cpu(
     assert len(expected) == STEPS
     found = train_on_tpu(f"v5e-{devices}", devices, LLAMA, strategy)
     assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+def test_a_loop_of_accelerate_trains_and_resumes_as_on_the_cpu(
+    train_on_tpu: Callable[..., list[float]], train_on_cpu: Callable[..., list[float]], tmp_path: Path
+) -> None:
+    expected = train_on_cpu(LOOP, str(tmp_path / "cpu"), "cpu", processes=PROCESSES)
+    # The last number is the share of test data that are classified wrongly.
+    assert len(expected) == STEPS + 1
+    whole = train_on_tpu("v4-8", PROCESSES, LOOP, str(tmp_path))
+    assert whole == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+    resumed = train_on_tpu("v4-8", PROCESSES, LOOP, str(tmp_path), "resume", each=True)
+    assert resumed == pytest.approx(whole[STEPS // 2 :], rel=TOLERANCE, abs=TOLERANCE)
+
+
+def test_a_loop_of_accelerate_trains_on_one_device(
+    train_on_tpu: Callable[..., list[float]], train_on_cpu: Callable[..., list[float]], tmp_path: Path
+) -> None:
+    expected = train_on_cpu(LOOP, str(tmp_path / "cpu"), "cpu")
+    found = train_on_tpu("v5e-1", 1, LOOP, str(tmp_path))
+    assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        pytest.param(("gpt2",), TOLERANCE, id="tied"),
+        pytest.param(("llama",), TOLERANCE, id="untied"),
+        pytest.param(("llama", "bf16"), 1e-3, id="bf16"),
+    ],
+)
+def test_the_trainer_of_transformers_trains_as_on_the_cpu(
+    train_on_tpu: Callable[..., list[float]],
+    train_on_cpu: Callable[..., list[float]],
+    tmp_path: Path,
+    options: tuple[str, ...],
+    tolerance: float,
+) -> None:
+    expected = train_on_cpu(TRAINER, str(tmp_path / "cpu"), *options, "cpu", processes=PROCESSES)
+    # The last number is the loss of the test data.
+    assert len(expected) == STEPS + 1
+    found = train_on_tpu("v4-8", PROCESSES, TRAINER, str(tmp_path), *options)
+    assert found == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+def test_the_trainer_of_transformers_resumes_with_the_dropout_of_an_uninterrupted_run(
+    train_on_tpu: Callable[..., list[float]], tmp_path: Path
+) -> None:
+    options = (TRAINER, str(tmp_path), "gpt2", "dropout")
+    whole = train_on_tpu("v4-8", PROCESSES, *options)
+    resumed = train_on_tpu("v4-8", PROCESSES, *options, "resume", each=True)
+    assert resumed == pytest.approx(whole[STEPS // 2 :], rel=TOLERANCE, abs=TOLERANCE)

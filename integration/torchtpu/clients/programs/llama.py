@@ -2,7 +2,7 @@
 
 Run it by python or torchrun: llama.py STRATEGY [DEVICE]
 
-transformers' Trainer is not here: Accelerate 1.15, which it needs, has no TorchTPU device and takes the CPU.
+transformers' Trainer is in trainer.py.
 """
 
 import sys

@@ -1,21 +1,51 @@
-"""Which libtpu TorchTPU opens, decided when torch or torch_tpu is about to be imported.
+"""What is done when torch, torch_tpu, accelerate or transformers' Trainer is about to be imported.
+
+Which libtpu TorchTPU opens is decided, and Accelerate learns of TorchTPU's device.
 
 torch loads TorchTPU and this package in any order, and TorchTPU opens the library of `TPU_LIBRARY_PATH` when
 it is imported: `polyxla_torchtpu.framework` may come too late. ``polyxla_torchtpu.pth`` imports this module
 whenever Python starts, in programs without torch too, so it imports nothing but sys by itself.
 """
 
+from __future__ import annotations
+
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
 
 
 class BeforeTorch:
-    """A finder of modules that finds none."""
+    """A finder of modules that looks at their names."""
 
     @staticmethod
-    def find_spec(name: str, *_: object) -> None:
-        """Look at the name of a module that is about to be imported."""
+    def find_spec(name: str, path: Sequence[str] | None = None, *_: object) -> ModuleSpec | None:
+        """Look at the name of a module that is about to be imported; find only one that is to be changed."""
         if name in ("torch", "torch_tpu"):
             show_library()
+        elif name in ("accelerate", "transformers.trainer"):
+            return changed(name, path)
+        return None
+
+
+def changed(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Find a module that `polyxla_torchtpu.accelerate` changes after it was imported."""
+    from importlib.machinery import PathFinder, SourceFileLoader
+    from types import ModuleType
+
+    class Loader(SourceFileLoader):
+        def exec_module(self, module: ModuleType) -> None:
+            super().exec_module(module)
+            from polyxla_torchtpu.accelerate import teach
+
+            teach(module)
+
+    spec = PathFinder.find_spec(name, path)
+    if spec is not None and isinstance(spec.loader, SourceFileLoader):
+        spec.loader = Loader(name, spec.loader.path)
+    return spec
 
 
 def show_library() -> None:

@@ -39,6 +39,8 @@ from polyxla.plugin import (
 )
 from polyxla_torchtpu import env
 
+BACKEND = "tpu_dist"
+"""TorchTPU's name of its process groups."""
 _EXPERIMENTAL = r"<TorchTpu/ApiStage/ExperimentalApi/> (the TORCH_TPU_|'default_generators')"
 """How TorchTPU warns of what may change in later versions."""
 _library = torch.library.Library("aten", "IMPL")
@@ -55,6 +57,7 @@ def load() -> None:
         update_environ(prepare(environ))
     # On a real TPU as well: TorchTPU's own operator has no gradient anywhere.
     replace_operators()
+    restore_to_own_device()
     environ = snapshot()
     if POLYXLA_LIBTPU_HOST in environ:
         _load_torch_tpu(environ)
@@ -151,6 +154,7 @@ def _mend() -> None:
     """Do what TorchTPU 0.2.0 leaves undone, as docs/torchtpu.md lists it. A second call does nothing."""
     # Here too: torch has not called `load` in a replica's process.
     replace_operators()
+    restore_to_own_device()
     any_torch: Any = torch
     # torch.utils.checkpoint keeps a device's random numbers only if this says that it is in use. Otherwise
     # the backward pass draws other masks of dropout than the forward pass.
@@ -210,3 +214,20 @@ def _avg_pool1d(
         count_include_pad,
     )
     return plane.squeeze(-2)
+
+
+@functools.cache
+def restore_to_own_device() -> None:
+    """Have `torch.load` restore tensors of TorchTPU to the device of the process, from now on.
+
+    TorchTPU 0.2.0 gives a restored tensor the device's number in the job, ``tpu:2`` in the third process. All
+    other tensors of that process are on ``tpu:0``, and an operation on both is an error.
+    """
+    # Before torch's own function for such devices; no two may have the same priority.
+    torch.serialization.register_package(15, lambda _: None, _restore)
+
+
+def _restore(storage: Any, location: str) -> Any:
+    if location.partition(":")[0] != "tpu" or not torch.accelerator.is_available():
+        return None
+    return torch.empty(0, dtype=torch.uint8).set_(storage).to("tpu").untyped_storage()

@@ -41,7 +41,7 @@ from polyxla.plugin import (
 )
 from polyxla_torchtpu import env
 from polyxla_torchtpu.counters import TorchTpuCounters, TorchTpuProbe
-from polyxla_torchtpu.framework import load_in_replica
+from polyxla_torchtpu.framework import BACKEND, load_in_replica
 from polyxla_torchtpu.plan import TorchTpuPlace, TorchTpuPlan
 from polyxla_torchtpu.upload import upload_batches
 
@@ -56,8 +56,6 @@ _OPS = {
 }
 _SHOW_OPERATIONS = "_ZN9torch_tpu20XProfCallbackHandler8RegisterEv"
 """Source: torch_tpu 0.2.0, whose torch.profiler calls it too, and then records every event twice."""
-BACKEND = "tpu_dist"
-"""TorchTPU's name of its process groups."""
 
 
 def prepare(plan: TorchTpuPlan) -> None:
