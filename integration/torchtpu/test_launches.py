@@ -18,12 +18,12 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(clean_environ: dict[str, str]) -> Run:
-    """Runs Python with arguments on an emulated TPU."""
+    """Runs Python with arguments on an emulated TPU, with more variables if they are given."""
 
-    def run_on(tpu: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run_on(tpu: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *arguments],
-            env={**clean_environ, "POLYXLA_EMULATE": tpu},
+            env={**clean_environ, "POLYXLA_EMULATE": tpu, **variables},
             capture_output=True,
             text=True,
             timeout=250,
@@ -77,8 +77,9 @@ def test_the_replica_of_run_each_that_fails_is_named(run: Run) -> None:
 
 
 def test_replicas_do_not_meet_in_a_file_that_an_earlier_job_has_left(run: Run) -> None:
-    done = run("v4-8", str(PROGRAMS / "left_meeting.py"))
+    done = run("v4-8", str(PROGRAMS / "left_meeting.py"), TORCH_TPU_DEVICES_PER_HOST="4")
     assert done.returncode == 0, done.stderr[-3000:]
     # The replicas of both launches have the same parent, so TorchTPU would have read the file.
     assert done.stdout.splitlines() == [f"1 True {[[0, 1, 2, 3]] * 4}"]
     assert "Node-local store" not in done.stderr
+    assert "TORCH_TPU_DEVICES_PER_HOST" not in done.stderr

@@ -24,9 +24,8 @@ TORCH_TPU_XPROF_SESSION_ID = "TORCH_TPU_XPROF_SESSION_ID"
 """Given: the name that the profiles of a job's processes share."""
 
 TORCH_TPU_DEVICES_PER_HOST = "TORCH_TPU_DEVICES_PER_HOST"
-"""Given: empty, so that replicas meet in the job's store. With a number, torch_tpu 0.2.0 lets the processes
-of a host meet in ``/dev/shm/torch_tpu_pg_store_N``, where N is their parent's process id, and leaves that
-file."""
+"""Never given, so that replicas meet in the job's store. With it, torch_tpu 0.2.0 lets the processes of a
+host meet in ``/dev/shm/torch_tpu_pg_store_N``, where N is their parent's process id, and leaves that file."""
 
 TORCH_TPU_INTERNAL_HANDSHAKE_PORT = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
 """Given on an emulated TPU: the port on which the processes compare the collectives of their programs.

@@ -104,6 +104,13 @@ class TorchTpuPlan(ChipPlan):
         # Last, so that the user's values win.
         return shared | {name: environ[name] for name in NEVER_OVERWRITTEN if environ.get(name)}
 
+    def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
+        """Return the whole environment of each process."""
+        # With this variable, TorchTPU would meet in a file that is named after the parent process and that it
+        # never deletes. A later job whose parent gets the same number would read this job's devices.
+        kept = {name: value for name, value in environ.items() if name != env.TORCH_TPU_DEVICES_PER_HOST}
+        return super().process_environments(kept, cpu_count)
+
     def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of one process; its number is its rank."""
         host, local = divmod(process, self.layout.processes)
@@ -118,9 +125,6 @@ class TorchTpuPlan(ChipPlan):
         }
         return {
             **{name: str(number) for name, number in ranks.items()},
-            # With a number, TorchTPU would meet in a file that is named after the parent process and that it
-            # never deletes. A later job whose parent gets the same number would read this job's devices.
-            env.TORCH_TPU_DEVICES_PER_HOST: "",
             **meeting,
             **self._emulated_environment(host, cpu_count, meeting),
         }
