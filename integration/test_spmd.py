@@ -109,3 +109,13 @@ def test_spmd_in_a_replica_of_a_worker_is_refused(clean_environ: dict[str, str])
             "REFUSED SPMD programs (torch_xla.runtime.use_spmd) do not run here: a replica"
         )
         assert line.endswith("has one core; run an SPMD program without launching replicas, by python SCRIPT")
+
+
+@pytest.mark.parametrize("environ", [CPU, worker(4)], ids=["pjrt", "xrt"])
+def test_a_tensor_that_is_redistributed_has_its_new_sharding(
+    environ: dict[str, str], clean_environ: dict[str, str]
+) -> None:
+    done = run([sys.executable, str(PROGRAMS / "redistribute.py")], {**clean_environ, **environ})
+    assert done.returncode == 0, done.stderr
+    rows, columns = "{devices=[4,1]0,1,2,3}", "{devices=[1,4]0,1,2,3}"
+    assert done.stdout.split() == [rows, "{replicated}", columns, rows]

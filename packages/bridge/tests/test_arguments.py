@@ -83,3 +83,32 @@ def test_a_donor_gives_its_memory_to_a_result_of_its_shape(
 def test_other_programs_are_not_changed() -> None:
     data = module("HloModule plain\nENTRY main { ROOT x = f32[2] parameter(0) }")
     assert arguments.for_jaxlib(data, is_partitioned=False) is data
+
+
+SHARDED = """HloModule sharded
+ENTRY main {
+  x = f32[4] parameter(0), sharding={devices=[2]<=[2]}
+  y = f32[4] negate(x)
+  whole = f32[4] custom-call(x), custom_call_target="Sharding", sharding={replicated}
+  parts = f32[4] custom-call(y), custom_call_target="Sharding", sharding={devices=[2]<=[2]}
+  ROOT t = (f32[4], f32[4], f32[4]) tuple(whole, y, parts) }"""
+
+
+def test_xla_may_choose_the_sharding_of_a_result_only_if_the_user_has_not() -> None:
+    data, may_choose = arguments.keep_result_shardings(module(SHARDED))
+    assert may_choose == [False, True, False]
+    root = next(line for line in written(data).splitlines() if "ROOT" in line)
+    assert "sharding={{replicated}, {replicated}, {devices=[2]<=[2]}}" in root
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SHARDED.replace("tuple(whole, y, parts)", "tuple(x, y, y)"),
+        SHARDED.replace("parts)", "parts), sharding={{replicated}, {replicated}, {replicated}}"),
+    ],
+    ids=["without shardings", "JAX's"],
+)
+def test_other_programs_keep_their_results(text: str) -> None:
+    data = module(text)
+    assert arguments.keep_result_shardings(data) == (data, [])

@@ -65,6 +65,11 @@ class Compiler(CompileOnce):
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
         code = cpu.expanded(code, is_partitioned=partitions > 1)
         code = rewrite.for_jaxlib(code, compile_options.num_replicas, is_partitioned=partitions > 1)
+        if partitions > 1:
+            code, may_choose = arguments.keep_result_shardings(code)
+            if may_choose:
+                build = compile_options.executable_build_options
+                build.allow_spmd_sharding_propagation_to_output = may_choose
         module = _jax.mlir.hlo_to_stablehlo(code)
         native = self._clients.compile(self._first(devices), module, compile_options, devices)
         optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()

@@ -15,7 +15,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import programs
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_bridge.plugin_client.programs import LoadedProgram
-from polyxla_bridge.programs import cache, hlo, merging, rewrite
+from polyxla_bridge.programs import arguments, cache, hlo, merging, rewrite
 from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto, HloModuleProtoWithConfig
@@ -99,6 +99,10 @@ class PluginCompiler(CompileOnce):
         order = devices or range(len(self._client.devices))
         partitions = max(1, build.num_partitions)
         code = self._for_cpu(hlo_module, partitions, len(order)) if self._is_cpu else hlo_module
+        if partitions > 1:
+            code, may_choose = arguments.keep_result_shardings(code)
+            if may_choose:
+                build.allow_spmd_sharding_propagation_to_output[:] = may_choose
         chosen = self._options(asked, order, is_portable=self._is_portable(code, partitions, order))
         loaded = programs.compile_hlo(self._client, code, self._with_ids(chosen))
         optimized = _optimized(loaded)

@@ -1,4 +1,4 @@
-"""Rewriting of how a program takes its arguments, for jaxlib, which knows fewer ways than torch_xla."""
+"""Rewriting of how a program takes its arguments and gives its results, for a newer XLA than torch_xla's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ MAY_ALIAS = 1
 """The kind of an alias whose argument is copied if it must not be overwritten.
 
 Source: Kind in xla/service/hlo.proto.
+"""
+
+
+TUPLE_SHARDING = 2
+"""The type of the sharding of a tuple, which has one for each element.
+
+Source: Type of OpSharding in xla/xla_data.proto.
 """
 
 
@@ -38,6 +45,40 @@ def for_jaxlib(module: bytes, *, is_partitioned: bool) -> bytes:
     if not is_partitioned:
         is_changed = _pair_donors(parsed) or is_changed
     return parsed.SerializeToString() if is_changed else module
+
+
+def keep_result_shardings(module: bytes) -> tuple[bytes, list[bool]]:
+    """Make the shardings that a user gave to results binding, in a partitioned program.
+
+    torch_xla lets XLA choose the sharding of every result. A newer XLA than torch_xla's then replaces one
+    that the user gave, if the argument has another: a `redistribute` would have no effect.
+
+    Args:
+        module: a serialised HloModuleProto.
+
+    Returns:
+        The program, and for each result whether XLA may choose its sharding; `module` itself and nothing if
+        it may choose that of all.
+    """
+    parsed = hlo.parse_module(module)
+    (entry,) = (
+        computation for computation in parsed.computations if computation.id == parsed.entry_computation_id
+    )
+    instructions = {instruction.id: instruction for instruction in entry.instructions}
+    root = instructions[entry.root_id]
+    # The sharding of a root is what a user asked for, as JAX writes it.
+    if root.opcode != "tuple" or root.HasField("sharding"):
+        return module, []
+    results = [instructions[id_] for id_ in root.operand_ids]
+    may_choose = [result.custom_call_target != "Sharding" for result in results]
+    if all(may_choose):
+        return module, []
+    root.sharding.type = TUPLE_SHARDING
+    for result, is_free in zip(results, may_choose, strict=True):
+        element = root.sharding.tuple_shardings.add()
+        if not is_free:
+            element.CopyFrom(result.sharding)
+    return parsed.SerializeToString(), may_choose
 
 
 def _unpack(parsed: Module) -> bool:

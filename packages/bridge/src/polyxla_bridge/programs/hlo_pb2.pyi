@@ -48,10 +48,12 @@ class CollectiveDeviceListProto(_message.Message):
     def __init__(self, replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ...) -> None: ...
 
 class OpSharding(_message.Message):
-    __slots__ = ("tuple_shardings",)
+    __slots__ = ("type", "tuple_shardings")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
     TUPLE_SHARDINGS_FIELD_NUMBER: _ClassVar[int]
+    type: int
     tuple_shardings: _containers.RepeatedCompositeFieldContainer[OpSharding]
-    def __init__(self, tuple_shardings: _Optional[_Iterable[_Union[OpSharding, _Mapping]]] = ...) -> None: ...
+    def __init__(self, type: _Optional[int] = ..., tuple_shardings: _Optional[_Iterable[_Union[OpSharding, _Mapping]]] = ...) -> None: ...
 
 class WindowDimension(_message.Message):
     __slots__ = ("size", "stride", "padding_low", "padding_high", "window_dilation", "base_dilation", "window_reversal")
@@ -280,20 +282,22 @@ class HloModuleProtoWithConfig(_message.Message):
     def __init__(self, hlo_module: _Optional[_Union[HloModuleProto, _Mapping]] = ..., config: _Optional[_Union[HloModuleConfigProto, _Mapping]] = ...) -> None: ...
 
 class ExecutableBuildOptionsProto(_message.Message):
-    __slots__ = ("device_ordinal", "debug_options", "num_replicas", "num_partitions", "use_spmd_partitioning", "device_assignment")
+    __slots__ = ("device_ordinal", "debug_options", "num_replicas", "num_partitions", "use_spmd_partitioning", "device_assignment", "allow_spmd_sharding_propagation_to_output")
     DEVICE_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     DEBUG_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     NUM_PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     USE_SPMD_PARTITIONING_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_SPMD_SHARDING_PROPAGATION_TO_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     device_ordinal: int
     debug_options: bytes
     num_replicas: int
     num_partitions: int
     use_spmd_partitioning: bool
     device_assignment: DeviceAssignmentProto
-    def __init__(self, device_ordinal: _Optional[int] = ..., debug_options: _Optional[bytes] = ..., num_replicas: _Optional[int] = ..., num_partitions: _Optional[int] = ..., use_spmd_partitioning: bool = ..., device_assignment: _Optional[_Union[DeviceAssignmentProto, _Mapping]] = ...) -> None: ...
+    allow_spmd_sharding_propagation_to_output: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, device_ordinal: _Optional[int] = ..., debug_options: _Optional[bytes] = ..., num_replicas: _Optional[int] = ..., num_partitions: _Optional[int] = ..., use_spmd_partitioning: bool = ..., device_assignment: _Optional[_Union[DeviceAssignmentProto, _Mapping]] = ..., allow_spmd_sharding_propagation_to_output: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class OptionOverrideProto(_message.Message):
     __slots__ = ("string_field", "bool_field", "int_field", "double_field")
