@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +71,20 @@ def test_an_exception_that_does_not_pickle_arrives_as_text(
 
     with pytest.raises(ReplicaFailedError, match=r"ValueError: \('holds a lock', <unlocked"):
         run_bare(fail, method=method)
+
+
+def test_an_exception_that_refers_to_a_module_of_the_replica_arrives_as_text(
+    run_bare: Callable[..., list[Any]],
+) -> None:
+    def fail(_: Replica) -> None:
+        # As pytest loads a conftest.py, and pluggy's error then has it as an attribute.
+        error = ValueError("the reason")
+        error.plugin = sys.modules["only_here"] = types.ModuleType("only_here")  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(ReplicaFailedError, match=r"^ValueError: the reason\n") as caught:
+        run_bare(fail)
+    assert "in fail" in str(caught.value.__cause__)
 
 
 class _DoesNotLoad:

@@ -5,6 +5,7 @@ Functions and classes of a script or notebook are pickled by value.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
@@ -87,8 +88,23 @@ class Raised:
     traceback: str
 
 
+@dataclass(frozen=True)
+class _SentError:
+    """A `Raised` on its way. The launching process may lack what the exception refers to.
+
+    Attributes:
+        error: the pickled exception; empty if it cannot be pickled.
+        text: what Python prints of it.
+        traceback: as text.
+    """
+
+    error: bytes
+    text: str
+    traceback: str
+
+
 class ReplicaFailedError(Exception):
-    """A replica raised an exception that cannot be pickled; this one holds its text."""
+    """A replica raised an exception that cannot be pickled, or not loaded here; this one holds its text."""
 
 
 class _Rebuilt:
@@ -118,22 +134,24 @@ class RemoteTraceback(Exception):
 
 
 def pack(answer: Returned | Raised) -> bytes:
-    """Pickle an answer; an answer that cannot be pickled becomes an error."""
-    try:
-        return dumps(answer) if isinstance(answer, Returned) else _pack_raised(answer)
-    except Exception as error:
-        return dumps(_in_words(answer, error))
+    """Pickle an answer; a result that cannot be pickled becomes an error."""
+    if isinstance(answer, Returned):
+        try:
+            return dumps(answer)
+        except Exception as error:
+            answer = Raised(_refusal(answer.value, error), "")
+    text = "".join(traceback.format_exception_only(answer.error)).strip()
+    return dumps(_SentError(_pickled(answer.error), text, answer.traceback))
 
 
-def _pack_raised(answer: Raised) -> bytes:
-    packed = dumps(answer)
-    try:
-        # An exception class with its own __init__ often pickles but does not load again.
-        cloudpickle.loads(packed)
-    except Exception:
-        packed = dumps(Raised(_Rebuilt(answer.error), answer.traceback))  # type: ignore[arg-type]
-        cloudpickle.loads(packed)
-    return packed
+def _pickled(error: BaseException) -> bytes:
+    # An exception class with its own __init__ often pickles but does not load again.
+    for form in (error, _Rebuilt(error)):
+        with contextlib.suppress(Exception):
+            packed = dumps(form)
+            cloudpickle.loads(packed)
+            return packed
+    return b""
 
 
 def unpack(packed: bytes) -> Any:
@@ -144,33 +162,36 @@ def unpack(packed: bytes) -> Any:
         Exception: what the replica raised, with its traceback as the cause.
     """
     try:
-        answer: Returned | Raised = cloudpickle.loads(packed)
+        answer: Returned | _SentError = cloudpickle.loads(packed)
     except Exception as error:
         raise UsageError(
             f"the function's result cannot be read here: {type(error).__name__}: {error}",
             where="launch",
             fix="Return numbers, strings, CPU tensors, or collections of them.",
         ) from error
-    if isinstance(answer, Raised):
-        raise answer.error from RemoteTraceback(answer.traceback)
+    if isinstance(answer, _SentError):
+        raise _loaded(answer) from RemoteTraceback(answer.traceback)
     return answer.value
 
 
-def _in_words(answer: Returned | Raised, error: Exception) -> Raised:
-    if isinstance(answer, Raised):
-        # Its class may exist in the replica only, so the text stands for it.
-        text = "".join(traceback.format_exception_only(answer.error)).strip()
-        return Raised(ReplicaFailedError(text), answer.traceback)
+def _loaded(sent: _SentError) -> BaseException:
+    try:
+        error: BaseException = cloudpickle.loads(sent.error)
+    except Exception:
+        return ReplicaFailedError(sent.text)
+    return error
+
+
+def _refusal(value: Any, error: Exception) -> UsageError:
     # A process with several replicas in threads answers with a list of results.
-    results = answer.value if isinstance(answer.value, list) else [answer.value]
+    results = value if isinstance(value, list) else [value]
     values = [result.value for result in results if isinstance(result, ReplicaResult)]
-    culprit = next((value for value in values if not pickles(value)), answer.value)
-    refusal = UsageError(
+    culprit = next((value for value in values if not pickles(value)), value)
+    return UsageError(
         f"the function's result ({type(culprit).__name__}) cannot be sent back: {error}",
         where="launch",
         fix="Return numbers, strings, CPU tensors, or collections of them.",
     )
-    return Raised(refusal, "")
 
 
 def dumps(value: Any) -> bytes:
