@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -322,17 +322,17 @@ def train_on_cpu() -> Callable[..., list[float]]:
 
 @pytest.fixture
 def train_on_tpu(clean_environ: dict[str, str]) -> Callable[..., list[float]]:
-    """Returns the losses that a program prints on an emulated TPU.
+    """Returns the losses that a program prints on an emulated TPU; torchrun starts several processes.
 
-    torchrun starts several processes, or `polyxla run --each` with `each`.
+    Unless `launcher` does, the words between Python and the program.
     """
 
-    def run(tpu: str, devices: int, program: Path, *arguments: str, each: bool = False) -> list[float]:
+    def run(
+        tpu: str, devices: int, program: Path, *arguments: str, launcher: Sequence[str] = ()
+    ) -> list[float]:
         # `polyxla run` starts from the prepared process.
-        launcher = ["-m", "polyxla", "run", "--runtime", "torchtpu", *(["--each"] if each else [])]
-        if devices > 1 and not each:
-            launcher = _torchrun(devices)
-        command = [sys.executable, *launcher, str(program), *arguments]
+        usual = _torchrun(devices) if devices > 1 else ["-m", "polyxla", "run", "--runtime", "torchtpu"]
+        command = [sys.executable, *(launcher or usual), str(program), *arguments]
         return _losses(command, {**clean_environ, "POLYXLA_EMULATE": tpu})
 
     return run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,8 @@ LOOP = PROGRAMS / "accelerate_loop.py"
 TRAINER = PROGRAMS / "trainer.py"
 STEPS = 20
 PROCESSES = 4
+EACH = ("-m", "polyxla", "run", "--runtime", "torchtpu", "--each")
+ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", str(PROCESSES))
 TOLERANCE = 1e-5
 
 
@@ -37,7 +41,7 @@ def test_a_loop_of_accelerate_trains_and_resumes_as_on_the_cpu(
     assert len(expected) == STEPS + 1
     whole = train_on_tpu("v4-8", PROCESSES, LOOP, str(tmp_path))
     assert whole == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
-    resumed = train_on_tpu("v4-8", PROCESSES, LOOP, str(tmp_path), "resume", each=True)
+    resumed = train_on_tpu("v4-8", PROCESSES, LOOP, str(tmp_path), "resume", launcher=EACH)
     assert resumed == pytest.approx(whole[STEPS // 2 :], rel=TOLERANCE, abs=TOLERANCE)
 
 
@@ -71,10 +75,34 @@ def test_the_trainer_of_transformers_trains_as_on_the_cpu(
     assert found == pytest.approx(expected, rel=tolerance, abs=tolerance)
 
 
+def test_the_trainer_of_transformers_shards_as_it_trains_on_the_cpu(
+    train_on_tpu: Callable[..., list[float]], train_on_cpu: Callable[..., list[float]], tmp_path: Path
+) -> None:
+    # FSDP2 divides the parameters; on the CPU, DistributedDataParallel keeps them whole.
+    expected = train_on_cpu(TRAINER, str(tmp_path / "cpu"), "llama", "cpu", processes=PROCESSES)
+    options = (TRAINER, str(tmp_path), "llama", "fsdp")
+    whole = train_on_tpu("v4-8", PROCESSES, *options)
+    assert whole == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+    resumed = train_on_tpu("v4-8", PROCESSES, *options, "resume")
+    assert resumed == pytest.approx(whole[STEPS // 2 :], rel=TOLERANCE, abs=TOLERANCE)
+
+
 def test_the_trainer_of_transformers_resumes_with_the_dropout_of_an_uninterrupted_run(
     train_on_tpu: Callable[..., list[float]], tmp_path: Path
 ) -> None:
     options = (TRAINER, str(tmp_path), "gpt2", "dropout")
-    whole = train_on_tpu("v4-8", PROCESSES, *options)
-    resumed = train_on_tpu("v4-8", PROCESSES, *options, "resume", each=True)
+    whole = train_on_tpu("v4-8", PROCESSES, *options, launcher=ACCELERATE)
+    resumed = train_on_tpu("v4-8", PROCESSES, *options, "resume", launcher=EACH)
     assert resumed == pytest.approx(whole[STEPS // 2 :], rel=TOLERANCE, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("script", ["test_ops", "test_script", "test_sync"])
+def test_a_script_with_which_accelerate_tests_itself_passes(
+    script: str, clean_environ: dict[str, str]
+) -> None:
+    # Some of their checks are for two processes.
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", *torchrun, "-m", f"accelerate.test_utils.scripts.{script}"]
+    environ = {**clean_environ, "POLYXLA_EMULATE": "v4-8"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Train a small language model with transformers' Trainer: trainer.py DIR MODEL [cpu] [resume] [bf16]
+"""Train a small language model with transformers' Trainer: trainer.py DIR MODEL [cpu] [resume] [bf16] [dropout] [fsdp]
 
 By torchrun or `polyxla run --each`. It trains twenty steps on made-up text and saves after ten; with `resume`, it trains
 the other ten from that checkpoint. Every step's loss is printed, and that of the test data.
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import (
     AutoConfig,
@@ -31,6 +32,15 @@ CONFIGS = {
         "max_position_embeddings": LENGTH,
     },
 }
+OPTIONS = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    },
+}
+SHARDED = OPTIONS if "fsdp" in sys.argv else {}
 DROPOUT = 0.1 if "dropout" in sys.argv else 0.0
 
 
@@ -72,6 +82,7 @@ def main():
         report_to="none",
         disable_tqdm=True,
         average_tokens_across_devices=True,
+        **SHARDED,
     )
     set_seed(0)
     config = AutoConfig.for_model(MODEL, vocab_size=WORDS, use_cache=False, **CONFIGS[MODEL])
@@ -87,6 +98,8 @@ def main():
     checkpoint = DIRECTORY / f"checkpoint-{STEPS // 2}"
     trainer.train(resume_from_checkpoint=str(checkpoint) if "resume" in sys.argv else None)
     trainer.evaluate()
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in trainer.model_wrapped.parameters())
+    assert is_sharded == bool(SHARDED)
     if trainer.is_world_process_zero():
         print("trained on", arguments.device.type, arguments.world_size, flush=True)
 

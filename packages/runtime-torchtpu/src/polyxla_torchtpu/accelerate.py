@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from polyxla import UsageError
-from polyxla.plugin import snapshot, tpu_env
+from polyxla.plugin import EmulatedTpu, attached_chips, snapshot, tpu_env
 from polyxla_torchtpu.framework import BACKEND
 
 TESTED = "1.15"
@@ -33,28 +33,34 @@ _OWN_DEVICE = 0
 
 
 def teach(module: ModuleType) -> None:
-    """Change `accelerate` or `transformers.trainer`, which was imported just now, for the device tpu."""
-    distribution = module.__name__.partition(".")[0]
-    version = importlib.metadata.version(distribution)
-    if distribution == "accelerate":
-        state = module.state.PartialState
-        if version.rpartition(".")[0] == TESTED:
-            _teach_state(state, module.DistributedType)
-            _teach_utilities(module.utils)
-            _teach_accelerator(module.accelerator)
-        else:
-            fix = f"pip install 'accelerate=={TESTED}.*', or Accelerator(cpu=True)"
-            _refuse(state, f"{distribution} {version}", fix, lambda cpu=False, **_: cpu)
-    elif all(hasattr(module.Trainer, method) for method in TRAINER_METHODS):
-        _teach_trainer(module.Trainer)
-    else:
-        fix = "pip install 'transformers==5.24.*', or TrainingArguments(use_cpu=True)"
-        _refuse(
-            module.Trainer,
-            f"{distribution} {version}",
-            fix,
-            lambda _model=None, args=None, **_: args is not None and args.use_cpu,
-        )
+    """Change a module that was imported just now, one of those in `MODULES`, for the device tpu."""
+    MODULES[module.__name__](module)
+
+
+def _teach_accelerate(module: Any) -> None:
+    state = module.state.PartialState
+    if _is_tested(version := importlib.metadata.version("accelerate")):
+        _teach_state(state, module.DistributedType)
+        _teach_utilities(module.utils)
+        _teach_preparation(module.Accelerator, state)
+        _teach_checkpoints(module.accelerator)
+        return
+    fix = f"pip install 'accelerate=={TESTED}.*', or Accelerator(cpu=True)"
+    _refuse(state, f"accelerate {version}", fix, lambda cpu=False, **_: cpu)
+
+
+def _teach_transformers(module: Any) -> None:
+    trainer = module.Trainer
+    if all(hasattr(trainer, method) for method in TRAINER_METHODS):
+        _teach_trainer(trainer)
+        return
+    release = f"transformers {importlib.metadata.version('transformers')}"
+    fix = "pip install 'transformers==5.24.*', or TrainingArguments(use_cpu=True)"
+    _refuse(trainer, release, fix, lambda _model=None, args=None, **_: args is not None and args.use_cpu)
+
+
+def _is_tested(version: str) -> bool:
+    return version.startswith(f"{TESTED}.")
 
 
 def uses_tpu(cpu: bool = False) -> bool:
@@ -135,9 +141,8 @@ def _teach_utilities(module: Any) -> None:
     module.is_fp16_available = lambda: is_fp16_available() and not uses_tpu()
 
 
-def _teach_accelerator(module: Any) -> None:
-    prepare = module.Accelerator.prepare_model
-    save, load = module.save_accelerator_state, module.load_accelerator_state
+def _teach_preparation(accelerator: Any, process_state: Any) -> None:
+    prepare, prepare_fsdp2 = accelerator.prepare_model, accelerator._prepare_fsdp2
 
     @functools.wraps(prepare)
     def prepare_model(self: Any, model: torch.nn.Module, *args: Any, **options: Any) -> Any:
@@ -146,7 +151,7 @@ def _teach_accelerator(module: Any) -> None:
         rank = self.local_process_index
         # `DistributedDataParallel` gets the local rank as the device's index, which it is on GPUs only. Each
         # AcceleratorState that Accelerate makes on the way copies PartialState.
-        states = (module.PartialState(), self.state)
+        states = (process_state(), self.state)
         try:
             for state in states:
                 state.local_process_index = _OWN_DEVICE
@@ -155,6 +160,23 @@ def _teach_accelerator(module: Any) -> None:
         finally:
             for state in states:
                 state.local_process_index = rank
+
+    @functools.wraps(prepare_fsdp2)
+    def move_and_prepare_fsdp2(self: Any, *args: Any) -> Any:
+        # `fully_shard` moves parameters by setting their data, which torch refuses from the CPU to TorchTPU.
+        # With this option, Accelerate fills the parts itself.
+        if self.device.type == "tpu" and not self.state.fsdp_plugin.cpu_ram_efficient_loading:
+            for model in (each for each in args if isinstance(each, torch.nn.Module)):
+                with _same_parameters(model):
+                    model.to(self.device)
+        return prepare_fsdp2(self, *args)
+
+    accelerator.prepare_model = prepare_model
+    accelerator._prepare_fsdp2 = move_and_prepare_fsdp2
+
+
+def _teach_checkpoints(module: Any) -> None:
+    save, load = module.save_accelerator_state, module.load_accelerator_state
 
     @functools.wraps(save)
     def save_accelerator_state(*args: Any, **options: Any) -> Any:
@@ -173,9 +195,25 @@ def _teach_accelerator(module: Any) -> None:
         _restore_generator(state, call.arguments["input_dir"])
         return overridden
 
-    module.Accelerator.prepare_model = prepare_model
     module.save_accelerator_state = save_accelerator_state
     module.load_accelerator_state = load_accelerator_state
+
+
+def _teach_launch(module: Any) -> None:
+    # The processes of another release refuse to train.
+    if not _is_tested(importlib.metadata.version("accelerate")):
+        return
+    launch = module.simple_launcher
+
+    @functools.wraps(launch)
+    def simple_launcher(args: Any) -> Any:
+        # Accelerate starts several processes if it counts several devices of a kind that it knows, and one
+        # otherwise, whatever number it was given. torch is not asked: it may open the devices to count them.
+        has_tpu = bool(EmulatedTpu.read(snapshot()) or attached_chips())
+        is_several = args.num_processes > 1 and not (args.cpu or args.use_cpu)
+        return (module.multi_gpu_launcher if is_several and has_tpu else launch)(args)
+
+    module.simple_launcher = simple_launcher
 
 
 def _teach_trainer(trainer: Any) -> None:
@@ -241,3 +279,11 @@ def _generator() -> torch.Generator:
     # TorchTPU warns that this name may change.
     with warnings.catch_warnings(action="ignore"):
         return cast("torch.Generator", module.default_generators[_OWN_DEVICE])
+
+
+MODULES: dict[str, Callable[[Any], None]] = {
+    "accelerate": _teach_accelerate,
+    "accelerate.commands.launch": _teach_launch,
+    "transformers.trainer": _teach_transformers,
+}
+"""What is changed, by the module that a program imports."""

@@ -25,7 +25,7 @@ class BeforeTorch:
         """Look at the name of a module that is about to be imported; find only one that is to be changed."""
         if name in ("torch", "torch_tpu"):
             show_library()
-        elif name in ("accelerate", "transformers.trainer"):
+        elif name in ("accelerate", "accelerate.commands.launch", "transformers.trainer"):
             return changed(name, path)
         return None
 
