@@ -94,7 +94,9 @@ def _teach_state(state: Any, members: Any) -> None:
         self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> Any:
         # Accelerate asks the packages of each vendor, and calls what none of them claims a single process.
-        if tpu_env.LOCAL_RANK in snapshot() and uses_tpu(cpu):
+        # ACCELERATE_TORCH_DEVICE may have chosen another device.
+        is_others = self.device is not None and self.device.type != "tpu"
+        if tpu_env.LOCAL_RANK in snapshot() and not is_others and uses_tpu(cpu):
             # Its enumeration cannot be extended. What Accelerate does for this member is right for any device
             # of torch.distributed; for MULTI_GPU, it and programs call torch.cuda.
             return BACKEND, members.MULTI_NEURON
