@@ -200,6 +200,20 @@ print(f"{total.tolist()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
+# Each process restores what it saved, and what it is told to put on the device.
+RESTORE = """
+from pathlib import Path
+import torch
+import torch.distributed as dist
+dist.init_process_group("tpu_dist")
+path = Path(__file__).with_name(f"{dist.get_rank()}.pt")
+torch.save([torch.ones(2, device="tpu"), torch.tensor([3, 4])], path)
+kept, (_, moved) = torch.load(path)[0], torch.load(path, map_location="tpu")
+sums = (kept + torch.ones(2, device="tpu")).tolist(), (moved + torch.ones_like(moved)).tolist()
+print(f"{kept.device} {moved.device} {sums}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
 COMPILED = """
 import torch
 from torch._dynamo.utils import counters
@@ -276,6 +290,12 @@ def test_a_replica_may_read_a_sum_while_another_makes_a_group(tmp_path: Path) ->
     done = run_several(tmp_path, GROUP)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(done.stdout.split("\n")[:-1]) == ["[1.0, 1.0]", "[2.0, 2.0]", "[2.0, 2.0]"]
+
+
+def test_each_process_restores_tensors_to_its_own_device(tmp_path: Path) -> None:
+    done = run_several(tmp_path, RESTORE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[:-1] == ["tpu:0 tpu:0 ([2.0, 2.0], [4, 5])"] * 2
 
 
 def test_a_compiled_function_is_cached_for_jobs_of_as_many_devices(tmp_path: Path) -> None:
