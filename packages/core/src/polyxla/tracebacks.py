@@ -87,10 +87,12 @@ def as_error(error: BaseException, who: str) -> BaseException:
         text = f": {error}" if str(error) else ""
         lost = ReplicaLostError(f"{who} raised {type(error).__name__}{at}{text}")
     else:
-        code = "" if error.code is None else repr(error.code)
+        # pytest's code is a member of an enumeration.
+        number = int(error.code) if isinstance(error.code, int) else error.code
+        code = "" if number is None else repr(number)
         advice = "" if error.code else "; to end a replica, return from its function"
         lost = ReplicaLostError(f"{who} called sys.exit({code}){at}{advice}")
-        lost.exit_code = error.code if error.code and isinstance(error.code, int) else 1
+        lost.exit_code = number if number and isinstance(number, int) else 1
     lost.__cause__ = error
     return lost
 

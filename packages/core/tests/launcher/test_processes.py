@@ -108,6 +108,7 @@ def _raises(error: BaseException) -> Callable[[Replica], None]:
         (SystemExit(0), "called sys.exit(0)*; to end a replica, return from its function", 1),
         (SystemExit(), "called sys.exit()*; to end a replica, return from its function", 1),
         (SystemExit(3), "called sys.exit(3)", 3),
+        (SystemExit(pytest.ExitCode.TESTS_FAILED), "called sys.exit(1)", 1),
         (SystemExit("the text"), "called sys.exit('the text')", 1),
         (KeyboardInterrupt(), "raised KeyboardInterrupt", 1),
         (_Stop("enough"), "raised _Stop*: enough", 1),
