@@ -69,8 +69,13 @@ TESTS_NEED = {
 RUNTIMES = ["pjrt", "xrt", "torchtpu"]
 # Directories with programs of other libraries, for `clients`.
 CLIENTS = {"pjrt": "integration/clients", "torchtpu": "integration/torchtpu/clients"}
-# Suites of tests that others wrote, for `scorecard`: the project whose requirements each needs.
-SCORECARDS = {"torch_xla": "torch_xla", "torch_xla-replicas": "torch_xla", "lightning": "lightning"}
+# Suites of tests that others wrote, for `scorecard`: the runtime, and whose requirements each needs.
+SCORECARDS = {
+    "torch_xla": ("pjrt", "torch_xla"),
+    "torch_xla-replicas": ("pjrt", "torch_xla"),
+    "lightning": ("pjrt", "lightning"),
+    "dtensor": ("torchtpu", "torch"),
+}
 # Extras that log to services, with many requirements, and the directory of their tests.
 TRACKERS = ["mlflow", "wandb"]
 TRACKERS_TESTS = "integration/trackers"
@@ -489,7 +494,9 @@ def libtpu(session: nox.Session, runtime: str) -> None:
 @nox.parametrize("suite", list(SCORECARDS))
 def scorecard(session: nox.Session, suite: str) -> None:
     """Run tests that others wrote on emulated TPUs; the argument is a checkout of their project."""
-    install(session, ["bridge", "runtime-pjrt"], group(f"scorecard-{SCORECARDS[suite]}"))
+    runtime, project = SCORECARDS[suite]
+    pins = ("-c", CONSTRAINTS_TORCHTPU if runtime == "torchtpu" else CONSTRAINTS)
+    install(session, ["bridge", f"runtime-{runtime}"], group(f"scorecard-{project}"), options=pins)
     session.run("python", ".ci/scorecard.py", suite, *session.posargs)
 
 

@@ -112,8 +112,8 @@ def run(suite: Suite, program: Program, root: Path, logs: Path) -> dict[str, str
             program.timeout_s,
         )
     cases = _cases(report, program.name) if report.exists() else {}
-    # A report lacks the test that ended its process.
-    if not cases or ended not in (PASSED, FAILED):
+    # A report lacks a test that ended its process, or that failed in another replica.
+    if not cases or ended not in (PASSED, FAILED) or (ended == FAILED and FAILED not in cases.values()):
         cases[program.name] = ended
     return cases
 

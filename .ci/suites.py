@@ -124,6 +124,33 @@ def lightning(root: Path) -> Iterator[Program]:
             yield Program(f"{name}::{test}", arguments, {"PL_RUN_STANDALONE_TESTS": "1"}, is_pytest=True)
 
 
+DTENSOR = ("test_api", "test_dtensor", "test_redistribute")
+
+
+def dtensor(root: Path) -> Iterator[Program]:
+    """Yield each test of DTensor in replicas of its own: one that fails leaves the others' collectives."""
+    for path in sorted((root / "test/distributed/_tensor").glob("test_*.py")):
+        for group in ast.parse(path.read_text()).body if path.stem in DTENSOR else ():
+            if not isinstance(group, ast.ClassDef):
+                continue
+            tpu = "v5e-8" if "return 8" in ast.unparse(group) else "v5e-4"
+            for test in group.body:
+                if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+                    name = f"{path.name}::{group.name}::{test.name}"
+                    pytest = (
+                        "-m",
+                        "pytest",
+                        "-q",
+                        "-p",
+                        "torch_replicas",
+                        "-p",
+                        "no:cacheprovider",
+                        "--noconftest",
+                    )
+                    arguments = ("-m", "polyxla", "run", "--each", *pytest, "--tb=short", name)
+                    yield Program(name, arguments, {"POLYXLA_EMULATE": tpu}, is_pytest=True, timeout_s=120)
+
+
 SUITES = {
     "torch_xla": Suite(
         "torch_xla's own list of TPU tests on an emulated v4-8, each file in a process of its own.",
@@ -151,6 +178,15 @@ SUITES = {
         lightning,
         {"POLYXLA_EMULATE": "v4-8", "PL_RUN_TPU_TESTS": "1", "PJRT_DEVICE": "TPU"},
         ("tests", "tests/tests_pytorch", "tests/tests_fabric"),
+    ),
+    "dtensor": Suite(
+        "PyTorch's tests of DTensor on TorchTPU, each in the replicas of an emulated v5e-4 or v5e-8.",
+        "test/distributed/_tensor of PyTorch 2.6",
+        "PYTORCH",
+        ("torch_tpu",),
+        dtensor,
+        {"POLYXLA_STALL_TIMEOUT_S": "30", "TF_CPP_MIN_LOG_LEVEL": "2"},
+        ("test/distributed/_tensor", "test", str(Path(__file__).parent)),
     ),
 }
 """By the name that a user gives."""
