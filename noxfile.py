@@ -75,6 +75,7 @@ SCORECARDS = {
     "torch_xla-replicas": ("pjrt", "torch_xla"),
     "lightning": ("pjrt", "lightning"),
     "dtensor": ("torchtpu", "torch"),
+    "accelerate": ("torchtpu", "accelerate"),
 }
 # Extras that log to services, with many requirements, and the directory of their tests.
 TRACKERS = ["mlflow", "wandb"]

@@ -151,6 +151,18 @@ def dtensor(root: Path) -> Iterator[Program]:
                     yield Program(name, arguments, {"POLYXLA_EMULATE": tpu}, is_pytest=True, timeout_s=120)
 
 
+def accelerate(root: Path) -> Iterator[Program]:
+    """Yield Accelerate's scripts, each in two processes of torchrun: some check what holds for two only."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
+    scripts = root / "src/accelerate/test_utils/scripts"
+    for path in sorted(scripts.rglob("test_*.py")):
+        name = path.relative_to(scripts)
+        module = ".".join(("accelerate.test_utils.scripts", *name.with_suffix("").parts))
+        # It starts its processes itself.
+        launcher = ("-m",) if name.stem == "test_notebook" else torchrun
+        yield Program(str(name), (*launcher, module))
+
+
 SUITES = {
     "torch_xla": Suite(
         "torch_xla's own list of TPU tests on an emulated v4-8, each file in a process of its own.",
@@ -187,6 +199,15 @@ SUITES = {
         dtensor,
         {"POLYXLA_STALL_TIMEOUT_S": "30", "TF_CPP_MIN_LOG_LEVEL": "2"},
         ("test/distributed/_tensor", "test", str(Path(__file__).parent)),
+    ),
+    "accelerate": Suite(
+        "Accelerate's own test scripts on TorchTPU and an emulated v4-8, in two processes.",
+        "src/accelerate/test_utils/scripts of huggingface/accelerate at v1.15.0",
+        "ACCELERATE",
+        ("torch_tpu", "accelerate"),
+        accelerate,
+        {"POLYXLA_EMULATE": "v4-8", "ACCELERATE_NUM_PROCESSES": "2"},
+        ("src",),
     ),
 }
 """By the name that a user gives."""
