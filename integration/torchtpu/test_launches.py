@@ -83,3 +83,10 @@ def test_replicas_do_not_meet_in_a_file_that_an_earlier_job_has_left(run: Run) -
     assert done.stdout.splitlines() == [f"1 True {[[0, 1, 2, 3]] * 4}"]
     assert "Node-local store" not in done.stderr
     assert "TORCH_TPU_DEVICES_PER_HOST" not in done.stderr
+
+
+def test_a_program_that_a_replica_starts_imports_torch(run: Run) -> None:
+    done = run("v5e-4", str(PROGRAMS / "start_in_replica.py"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    # TorchTPU has written variables of its own, which the program inherits.
+    assert done.stdout.splitlines() == [str([(0, "2.0 2,2,1")] * 4)]

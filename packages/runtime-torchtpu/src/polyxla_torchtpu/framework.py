@@ -72,25 +72,29 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     emulated = EmulatedTpu.read(environ)
     if emulated is None:
         return {}
-    # Imported here: every program that imports torch would pay for the discovery otherwise.
-    from polyxla_torchtpu.discovery import requested_plan
-
-    started = torchrun.process_count(environ)
-    # torchrun may use some of a host's chips.
-    # `POLYXLA_DEVICES` of the user comes last, so it wins over torchrun's number.
-    plan = requested_plan(environ if started is None else {POLYXLA_DEVICES: str(started), **environ})
-    is_torchruns = started is not None
-    # A launch, or `polyxla run`, may have prepared this process: its chips then stay as they are.
-    variables = {} if POLYXLA_LIBTPU_HOST in environ else plan.program_environment(environ)
     addresses = environ.get(env.TORCH_TPU_SLICEBUILDER_ADDRESSES)
+    variables: dict[str, str] = {}
+    # A launch, or `polyxla run`, may have prepared this process: its chips then stay as they are. In what a
+    # replica starts, TorchTPU's own variables would describe a slice of as many hosts as there are replicas.
+    is_prepared = POLYXLA_LIBTPU_HOST in environ
+    started = torchrun.process_count(environ)
+    meets_by_torchrun = started is not None and not addresses
+    if not is_prepared or meets_by_torchrun:
+        # Imported here: every program that imports torch would pay for the discovery otherwise.
+        from polyxla_torchtpu.discovery import requested_plan
+
+        # torchrun may use some of a host's chips.
+        # `POLYXLA_DEVICES` of the user comes last, so it wins over torchrun's number.
+        plan = requested_plan(environ if started is None else {POLYXLA_DEVICES: str(started), **environ})
+        variables = {} if is_prepared else plan.program_environment(environ)
+        if meets_by_torchrun:
+            variables |= torchrun.environment(plan, {**environ, **variables}, os.cpu_count() or 1)
     if addresses and not environ.get(POLYXLA_SECRET):
         # TorchTPU's own launch, or the user's, has chosen where the processes meet, and knows no secret.
         # The processes of one user derive the same secret from the addresses, without a message.
         variables[POLYXLA_SECRET] = shared_secret(environ, f"processes that meet at {addresses}")
-    elif is_torchruns and not addresses:
-        variables |= torchrun.environment(plan, {**environ, **variables}, os.cpu_count() or 1)
     is_first = environ.get(tpu_env.RANK, "0") == "0" and multiprocessing.parent_process() is None
-    if is_first and POLYXLA_LIBTPU_HOST not in environ:
+    if is_first and not is_prepared:
         count = emulated.accelerator.devices
         devices = "1 device" if count == 1 else f"{count} devices"
         emulated.say(f"{devices}, one for each process of the program")
