@@ -18,6 +18,21 @@ PROCESSES = 4
 EACH = ("-m", "polyxla", "run", "--runtime", "torchtpu", "--each")
 ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", str(PROCESSES))
 TOLERANCE = 1e-5
+# Each program has a limit of its own, and some tests run three.
+pytestmark = pytest.mark.timeout(800)
+
+
+@pytest.fixture(scope="session")
+def on_cpu(
+    train_on_cpu: Callable[..., list[float]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[float]]:
+    """Returns the losses that a program prints in several processes on the CPU; it runs once."""
+    directory = tmp_path_factory.mktemp("cpu")
+
+    def losses(program: Path, *options: str, processes: int = PROCESSES) -> list[float]:
+        return train_on_cpu(program, str(directory), *options, "cpu", processes=processes)
+
+    return losses
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("none", 1), ("ddp", 4), ("tp", 4)])
@@ -34,9 +49,9 @@ def test_a_llama_of_transformers_trains_as_on_the_cpu(
 
 
 def test_a_loop_of_accelerate_trains_and_resumes_as_on_the_cpu(
-    train_on_tpu: Callable[..., list[float]], train_on_cpu: Callable[..., list[float]], tmp_path: Path
+    train_on_tpu: Callable[..., list[float]], on_cpu: Callable[..., list[float]], tmp_path: Path
 ) -> None:
-    expected = train_on_cpu(LOOP, str(tmp_path / "cpu"), "cpu", processes=PROCESSES)
+    expected = on_cpu(LOOP)
     # The last number is the share of test data that are classified wrongly.
     assert len(expected) == STEPS + 1
     whole = train_on_tpu("v4-8", PROCESSES, LOOP, str(tmp_path))
@@ -46,9 +61,9 @@ def test_a_loop_of_accelerate_trains_and_resumes_as_on_the_cpu(
 
 
 def test_a_loop_of_accelerate_trains_on_one_device(
-    train_on_tpu: Callable[..., list[float]], train_on_cpu: Callable[..., list[float]], tmp_path: Path
+    train_on_tpu: Callable[..., list[float]], on_cpu: Callable[..., list[float]], tmp_path: Path
 ) -> None:
-    expected = train_on_cpu(LOOP, str(tmp_path / "cpu"), "cpu")
+    expected = on_cpu(LOOP, processes=1)
     found = train_on_tpu("v5e-1", 1, LOOP, str(tmp_path))
     assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
@@ -63,12 +78,12 @@ def test_a_loop_of_accelerate_trains_on_one_device(
 )
 def test_the_trainer_of_transformers_trains_as_on_the_cpu(
     train_on_tpu: Callable[..., list[float]],
-    train_on_cpu: Callable[..., list[float]],
+    on_cpu: Callable[..., list[float]],
     tmp_path: Path,
     options: tuple[str, ...],
     tolerance: float,
 ) -> None:
-    expected = train_on_cpu(TRAINER, str(tmp_path / "cpu"), *options, "cpu", processes=PROCESSES)
+    expected = on_cpu(TRAINER, *options)
     # The last number is the loss of the test data.
     assert len(expected) == STEPS + 1
     found = train_on_tpu("v4-8", PROCESSES, TRAINER, str(tmp_path), *options)
@@ -76,10 +91,10 @@ def test_the_trainer_of_transformers_trains_as_on_the_cpu(
 
 
 def test_the_trainer_of_transformers_shards_as_it_trains_on_the_cpu(
-    train_on_tpu: Callable[..., list[float]], train_on_cpu: Callable[..., list[float]], tmp_path: Path
+    train_on_tpu: Callable[..., list[float]], on_cpu: Callable[..., list[float]], tmp_path: Path
 ) -> None:
     # FSDP2 divides the parameters; on the CPU, DistributedDataParallel keeps them whole.
-    expected = train_on_cpu(TRAINER, str(tmp_path / "cpu"), "llama", "cpu", processes=PROCESSES)
+    expected = on_cpu(TRAINER, "llama")
     options = (TRAINER, str(tmp_path), "llama", "fsdp")
     whole = train_on_tpu("v4-8", PROCESSES, *options)
     assert whole == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
