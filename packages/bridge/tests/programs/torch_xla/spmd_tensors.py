@@ -55,5 +55,7 @@ print((odd + 1).cpu().tolist())
 used = used_bytes()
 large = torch.zeros(1 << 20).to("xla")
 xs.mark_sharding(large, mesh, ("all",))
-torch_xla.sync(wait=True)
+torch_xla.sync()
+# Read it: `sync(wait=True)` waits until the program has started, not until the device has the memory.
+large.cpu()
 print([round((now - then) / 1024) for then, now in zip(used, used_bytes(), strict=True)])
