@@ -56,6 +56,7 @@ class Suite:
         return [root / directory for directory in self.directories]
 
 
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 WRAPPERS = {
     "run_pt_xla_debug": {"PT_XLA_DEBUG": "1", "PT_XLA_DEBUG_FILE": "LOGS/pt_xla_debug.txt"},
     "run_save_tensor_hlo": {"XLA_SAVE_TENSORS_FMT": "hlo", "XLA_SAVE_TENSORS_FILE": "LOGS/saved_tensors.txt"},
@@ -107,15 +108,7 @@ def lightning(root: Path) -> Iterator[Program]:
         alone = [name for name, text in on_tpu.items() if "standalone=True" in text]
         directory = Path(*path.relative_to(root).parts[:2])
         name = str(path.relative_to(root / "tests"))
-        options = (
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--timeout=300",
-            f"--rootdir={root / directory}",
-        )
+        options = (*PYTEST, "--timeout=300", f"--rootdir={root / directory}")
         # A standalone test is skipped without the variable, and every other test with it.
         if len(on_tpu) > len(alone):
             yield Program(name, (*options, name), is_pytest=True)
@@ -137,17 +130,8 @@ def dtensor(root: Path) -> Iterator[Program]:
             for test in group.body:
                 if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
                     name = f"{path.name}::{group.name}::{test.name}"
-                    pytest = (
-                        "-m",
-                        "pytest",
-                        "-q",
-                        "-p",
-                        "torch_replicas",
-                        "-p",
-                        "no:cacheprovider",
-                        "--noconftest",
-                    )
-                    arguments = ("-m", "polyxla", "run", "--each", *pytest, "--tb=short", name)
+                    options = ("-p", "torch_replicas", "--noconftest", "--tb=short")
+                    arguments = ("-m", "polyxla", "run", "--each", *PYTEST, *options, name)
                     yield Program(name, arguments, {"POLYXLA_EMULATE": tpu}, is_pytest=True, timeout_s=120)
 
 
