@@ -61,9 +61,7 @@ def keep_result_shardings(module: bytes) -> tuple[bytes, list[bool]]:
         it may choose that of all.
     """
     parsed = hlo.parse_module(module)
-    (entry,) = (
-        computation for computation in parsed.computations if computation.id == parsed.entry_computation_id
-    )
+    entry = hlo.entry_of(parsed)
     instructions = {instruction.id: instruction for instruction in entry.instructions}
     root = instructions[entry.root_id]
     # The sharding of a root is what a user asked for, as JAX writes it.
@@ -86,9 +84,7 @@ def _unpack(parsed: Module) -> bool:
     shapes = parsed.host_program_shape.parameters
     if len(shapes) != 1 or shapes[0].element_type != hlo.TUPLE:
         return False
-    (entry,) = (
-        computation for computation in parsed.computations if computation.id == parsed.entry_computation_id
-    )
+    entry = hlo.entry_of(parsed)
     (packed,) = (instruction for instruction in entry.instructions if instruction.opcode == "parameter")
     elements = [instruction for instruction in entry.instructions if packed.id in instruction.operand_ids]
     # The instruction that takes an element becomes its parameter, so each element must be taken exactly once.

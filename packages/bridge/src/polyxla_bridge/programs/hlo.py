@@ -11,6 +11,7 @@ from polyxla_bridge.abi import Code, width
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.hlo_pb2 import (
     DeviceAssignmentProto,
+    HloComputationProto,
     HloInstructionProto,
     HloModuleProto,
     HloModuleProtoWithConfig,
@@ -78,6 +79,14 @@ def parse_module(data: bytes) -> HloModuleProto:
     module = HloModuleProto()
     module.ParseFromString(data)
     return module
+
+
+def entry_of(module: HloModuleProto) -> HloComputationProto:
+    """Return the computation that a module begins with."""
+    (entry,) = (
+        computation for computation in module.computations if computation.id == module.entry_computation_id
+    )
+    return entry
 
 
 def module_name(hlo: bytes) -> str:

@@ -77,11 +77,7 @@ class _Source:
         self._into = into
         self._numbers: dict[int, int] = {}
         self._called = into.add_computations(program)
-        (entry,) = (
-            computation
-            for computation in program.computations
-            if computation.id == program.entry_computation_id
-        )
+        entry = hlo.entry_of(program)
         # The root is a meeting too, wherever it is in the list: the results must be selected together.
         self.root_id = entry.root_id
         self._left = list(reversed(entry.instructions))

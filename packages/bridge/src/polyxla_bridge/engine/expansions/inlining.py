@@ -86,11 +86,7 @@ class _Imported:
         computations = {
             computation.id: next(self._computation_numbers) for computation in module.computations
         }
-        (entry,) = (
-            computation
-            for computation in module.computations
-            if computation.id == module.entry_computation_id
-        )
+        entry = hlo.entry_of(module)
         for computation in module.computations:
             if computation is not entry:
                 computation.id = computations[computation.id]
