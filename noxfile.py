@@ -497,7 +497,7 @@ def scorecard(session: nox.Session, suite: str) -> None:
     """Run tests that others wrote on emulated TPUs; the argument is a checkout of their project."""
     runtime, project = SCORECARDS[suite]
     pins = ("-c", CONSTRAINTS_TORCHTPU if runtime == "torchtpu" else CONSTRAINTS)
-    install(session, ["bridge", f"runtime-{runtime}"], group(f"scorecard-{project}"), options=pins)
+    install(session, ["bridge", f"runtime-{runtime}", "tools"], group(f"scorecard-{project}"), options=pins)
     session.run("python", ".ci/scorecard.py", suite, *session.posargs)
 
 

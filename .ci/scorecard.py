@@ -17,7 +17,6 @@ import fnmatch
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from xml.etree import ElementTree as ET
 from suites import SUITES, Program, Suite
 
 from polyxla.plugin import snapshot
+from polyxla_tools.fits.emulated_run import end_group
 
 ROOT = Path(__file__).parent.parent
 SCORECARDS = Path(__file__).with_name("scorecards")
@@ -44,8 +44,6 @@ INTRODUCTION = """\
 What others wrote to test TPUs and devices of PyTorch, run on emulated TPUs. A test that fails has an owner:
 the project whose code is at fault, or *chips* where only a chip can do what it asks for. Each of these tests
 is listed below with the reason."""
-END_S = 10
-"""Wait between SIGTERM and SIGKILL for the processes of a program that takes too long, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +120,7 @@ def _end(process: subprocess.Popen[bytes], timeout_s: float) -> str:
     try:
         code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            os.killpg(process.pid, number)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                continue
-            break
+        end_group(process)
         return f"not over after {timeout_s:.0f} s"
     return {0: PASSED}.get(code, FAILED if code > 0 else f"ended by signal {-code}")
 
@@ -202,17 +194,14 @@ def main() -> int:
     logs = CACHE / args.suite
     logs.mkdir(parents=True, exist_ok=True)
     found, programs = versions(suite), list(suite.programs(root))
+    runnable = [program for program in programs if expected.find(program.name)[0] != NOT_RUN]
+    asked = chosen(runnable, args.names, args.shard)
     done = {result.program: result for result in earlier(args.suite, found)}
-    asked = chosen(programs, args.names, args.shard)
-    if args.again:
-        done = {
-            name: result for name, result in done.items() if name not in {program.name for program in asked}
-        }
+    for program in asked if args.again else ():
+        done.pop(program.name, None)
     print(f"{args.suite}: {len(programs)} programs, with {found}; their output is in {logs}", flush=True)
     surprises: list[str] = []
     for program in asked:
-        if expected.find(program.name)[0] == NOT_RUN:
-            continue
         if program.name not in done:
             began = time.monotonic()
             cases = run(suite, program, root, logs)
@@ -224,9 +213,8 @@ def main() -> int:
         text = ", ".join(f"{count} {name}" for name, count in counts.items())
         print(f"{done[program.name].seconds:6.0f} s  {program.name}: {text}", flush=True)
     print(*(f"not as expected: {surprise}" for surprise in surprises), sep="\n")
-    left = [program for program in programs if program.name not in done]
-    if not any(expected.find(program.name)[0] != NOT_RUN for program in left):
-        keep(args.suite, [done[program.name] for program in programs if program not in left], expected)
+    if all(program.name in done for program in runnable):
+        keep(args.suite, [done[program.name] for program in runnable], expected)
     return bool(surprises)
 
 

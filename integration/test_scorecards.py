@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from polyxla_testing.processes import wait_for_end_of
+
 ROOT = Path(__file__).parents[1]
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 TESTS = """
 import os, pytest
 def test_passes(): open("ran", "a").write("x")
@@ -22,7 +22,8 @@ def test_is_skipped(): pass
 """
 WAITS = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", sleep])
 open("child", "w").write(str(child.pid))
 child.wait()
 """
@@ -36,7 +37,7 @@ def scorecard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import suites
 
     programs = [
-        suites.Program("test_some.py", (*PYTEST, "test_some.py"), {"GIVEN": "one"}, is_pytest=True),
+        suites.Program("test_some.py", (*suites.PYTEST, "test_some.py"), {"GIVEN": "one"}, is_pytest=True),
         suites.Program("aborts.py", ("aborts.py",)),
         suites.Program("waits.py", ("waits.py",), timeout_s=3),
         suites.Program("left_out.py", ("left_out.py",)),
@@ -95,11 +96,7 @@ def test_the_processes_of_a_program_that_takes_too_long_end(
     scorecard: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(scorecard, monkeypatch, tmp_path / "theirs", "waits")
-    child = Path("/proc") / (tmp_path / "theirs" / "child").read_text() / "stat"
-    deadline = time.monotonic() + 10
-    while child.exists() and ") Z " not in child.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not child.exists() or ") Z " in child.read_text()
+    wait_for_end_of([int((tmp_path / "theirs" / "child").read_text())])
 
 
 def test_a_run_goes_on_where_it_stopped(
