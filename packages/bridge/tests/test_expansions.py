@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,3 +136,16 @@ def test_a_singular_matrix_has_a_zero_on_the_diagonal(engine: JaxEngine) -> None
           ROOT r = (f32[2,2], s32[2], s32[2]) custom-call(x), custom_call_target="LuDecomposition" }"""
     factors, _, _ = computed(engine, text, np.ones((2, 2), np.float32))
     assert factors.tolist() == [[1, 1], [1, 0]]
+
+
+def test_an_expansion_leaves_jax_to_its_user() -> None:
+    # jax would open each device that it finds, a GPU too, whose memory the plugin then lacks.
+    program = """if True:
+        import jax
+        from jax._src import xla_bridge
+        from polyxla_bridge.engine.expansions import tpu
+        from polyxla_testing.engine_conformance import DECOMPOSING, module
+        assert tpu.expanded(module(DECOMPOSING)) != module(DECOMPOSING)
+        assert not xla_bridge.backends_are_initialized()
+        assert not jax.config.jax_enable_x64"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

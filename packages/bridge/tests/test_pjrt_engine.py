@@ -22,8 +22,11 @@ from polyxla_bridge.engine.pjrt_engine import PjrtEngine
 from polyxla_bridge.env import BridgeSettings, CacheOrigin
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu import client as libtpu
+from polyxla_bridge.plugin_client import plugin
+from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_testing.engine_conformance import (
     ADD,
+    DECOMPOSING,
     DONATING,
     DOUBLING,
     OPTIONS,
@@ -298,6 +301,20 @@ def test_options_of_a_tpus_compiler_do_not_reach_another(cpu_plugin: Path) -> No
                 assert download(engine, four) == 4
         finally:
             engine.close()
+
+
+def test_a_platform_that_is_no_tpu_gets_no_instructions_of_a_tpu(
+    cpu_plugin: Path,
+) -> None:
+    # XLA's CPU client is treated here as a GPU's, which has no such instructions either.
+    client = PluginClient(plugin.load(cpu_plugin), {"cpu_device_count": 1})
+    client.platform = "cuda"
+    engine = PjrtEngine(emulating(1), client.share(1))
+    identity = upload(engine, np.eye(2, dtype=np.float32))
+    factors, *_ = engine.execute(compiled(engine, DECOMPOSING), engine.devices[0], [identity])
+    assert download(engine, factors).tolist() == [[1, 0], [0, 1]]
+    engine.close()
+    client.close()
 
 
 def test_a_tpus_kernel_is_refused_where_its_chip_is_emulated(cpu_plugin: Path) -> None:

@@ -46,6 +46,16 @@ ENTRY main { x = f32[4] parameter(0) y = f32[4] parameter(1) s = f32[4] add(x, y
 DOUBLING = "HloModule doubling\nENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"
 ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
 # Runs long enough that whatever follows finds it running.
+DECOMPOSING = """HloModule decomposing
+ENTRY main { x = f32[2,2] parameter(0)
+  ROOT r = (f32[2,2], s32[2], s32[2]) custom-call(x), custom_call_target="LuDecomposition" }"""
+"""An instruction that TorchTPU leaves to a TPU's compiler."""
+SUMMING = """HloModule summing
+step { a = s64[] parameter(0) b = s64[] parameter(1) c = s64[] add(a, b)
+  ROOT t = (s64[], s64[]) tuple(c, c) }
+ENTRY main { x = s64[5] parameter(0) i = s64[] parameter(1)
+  ROOT r = (s64[5], s64[]) scan(x, i), dimensions={0}, num_carries=1, is_associative=true, to_apply=step }"""
+"""A cumulative sum as TorchTPU writes it, of integers beyond 32 bits."""
 SLOW = """HloModule slow
 body { p = (s32[], f32[4096]) parameter(0) i = s32[] get-tuple-element(p), index=0
   x = f32[4096] get-tuple-element(p), index=1 one = s32[] constant(1) j = s32[] add(i, one)
@@ -276,6 +286,17 @@ class EngineConformance:
         results = engine.execute(extremes, engine.devices[0], [numbers])
         found = [np.isnan(download(engine, result)).tolist() for result in results]
         assert found == [True, True, [True, False], *[[False, True, False, False]] * 2]
+
+    def test_what_a_tpus_compiler_knows_is_computed(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        matrix = upload(engine, np.array([[1, 2], [4, 4]], np.float32))
+        results = engine.execute(compiled(engine, DECOMPOSING), engine.devices[0], [matrix])
+        factors, exchanged, order = (download(engine, result).tolist() for result in results)
+        assert (factors, exchanged, order) == ([[4, 4], [0.25, 1]], [1, 1], [1, 0])
+        given = [upload(engine, array) for array in (np.full(5, 1 << 40), np.int64(1))]
+        sums, total = engine.execute(compiled(engine, SUMMING), engine.devices[0], given)
+        assert download(engine, sums).tolist() == [1 + (step << 40) for step in range(1, 6)]
+        assert download(engine, total) == 1 + (5 << 40)
 
     def test_bytes_that_are_no_program_are_refused(self, open_engine: OpenEngine) -> None:
         with pytest.raises(PjrtError, match="program"):

@@ -20,8 +20,8 @@ from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto, HloModuleProtoWithConfig
 
-CPU = "cpu"
-"""Platform name of XLA's CPU client as a plugin."""
+CPU, TPU = "cpu", "tpu"
+"""Platform names of XLA's CPU client as a plugin, and of libtpu."""
 _LENGTHS = struct.Struct("<QQ")
 """The sizes of a program's options and of its source, at the beginning of its file."""
 
@@ -98,7 +98,7 @@ class PluginCompiler(CompileOnce):
         devices = self._devices(hlo.assigned_devices(build.device_assignment.SerializeToString()))
         order = devices or range(len(self._client.devices))
         partitions = max(1, build.num_partitions)
-        code = self._for_cpu(hlo_module, partitions, len(order)) if self._is_cpu else hlo_module
+        code = self._rewritten(hlo_module, partitions, len(order))
         if partitions > 1:
             code, may_choose = arguments.keep_result_shardings(code)
             if may_choose:
@@ -136,11 +136,16 @@ class PluginCompiler(CompileOnce):
             )
         return devices
 
-    def _for_cpu(self, hlo_module: bytes, partitions: int, devices: int) -> bytes:
-        # This module imports jax, which only XLA's CPU compiler needs.
-        from polyxla_bridge.engine.expansions import cpu
+    def _rewritten(self, hlo_module: bytes, partitions: int, devices: int) -> bytes:
+        """Return a framework's program for a TPU as the plugin's compiler takes it."""
+        if self._client.platform == TPU:
+            return hlo_module
+        # These modules import jax, which libtpu does not need.
+        from polyxla_bridge.engine.expansions import cpu, tpu
 
-        return cpu.rewritten(hlo_module, partitions, devices // partitions)
+        if self._is_cpu:
+            return cpu.rewritten(hlo_module, partitions, devices // partitions)
+        return tpu.expanded(hlo_module)
 
     def _is_portable(self, code: bytes, partitions: int, order: Sequence[int]) -> bool:
         """Return whether any single device may run a program, however many the job has.

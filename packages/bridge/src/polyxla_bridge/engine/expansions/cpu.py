@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import jax
-
-from polyxla_bridge.engine.expansions import batch_norm, inlining, linear_algebra, max_pool, resize, scan
+from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, tpu
 from polyxla_bridge.programs import hlo, rewrite
 
 
@@ -19,8 +17,7 @@ def expanded(module: bytes, *, is_partitioned: bool) -> bytes:
         PjrtError: a step of a scan has an instruction that is not known.
     """
     normalization = batch_norm if is_partitioned else max_pool
-    choices = (scan, resize, linear_algebra, normalization)
-    return inlining.replace(module, *(expansion.choose for expansion in choices))
+    return inlining.replace(module, *tpu.CHOICES, normalization.choose)
 
 
 def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
@@ -34,9 +31,6 @@ def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
     Raises:
         PjrtError: the program has kernels for TPU cores.
     """
-    # Without it, jax would write instructions of int64 as int32. An import does not set it, because a process
-    # that only preloads this module must not change the jax of its user.
-    jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
     hlo.check_kernels(module)
     simple = expanded(module, is_partitioned=partitions > 1)
     return hlo.with_layouts(rewrite.for_jaxlib(simple, replicas, is_partitioned=partitions > 1))
