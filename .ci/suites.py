@@ -117,22 +117,19 @@ def lightning(root: Path) -> Iterator[Program]:
             yield Program(f"{name}::{test}", arguments, {"PL_RUN_STANDALONE_TESTS": "1"}, is_pytest=True)
 
 
-DTENSOR = ("test_api", "test_dtensor", "test_redistribute")
+CI = Path(__file__).parent
 
 
-def dtensor(root: Path) -> Iterator[Program]:
-    """Yield each test of DTensor in replicas of its own: one that fails leaves the others' collectives."""
-    for path in sorted((root / "test/distributed/_tensor").glob("test_*.py")):
-        for group in ast.parse(path.read_text()).body if path.stem in DTENSOR else ():
-            if not isinstance(group, ast.ClassDef):
-                continue
-            tpu = "v5e-8" if "return 8" in ast.unparse(group) else "v5e-4"
-            for test in group.body:
-                if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
-                    name = f"{path.name}::{group.name}::{test.name}"
-                    options = ("-p", "torch_replicas", "--noconftest", "--tb=short")
-                    arguments = ("-m", "polyxla", "run", "--each", *PYTEST, *options, name)
-                    yield Program(name, arguments, {"POLYXLA_EMULATE": tpu}, is_pytest=True, timeout_s=120)
+def torch_suite(directory: str, *patterns: str) -> Callable[[Path], Iterator[Program]]:
+    """Return what yields files of PyTorch's distributed tests, each with replicas that stay for its tests."""
+
+    def programs(root: Path) -> Iterator[Program]:
+        for path in sorted(path for pattern in patterns for path in (root / directory).glob(pattern)):
+            name = str(path.relative_to(root / directory))
+            # Each of its tests has a limit of its own.
+            yield Program(name, (str(CI / "torch_suite.py"), name), is_pytest=True, timeout_s=3600)
+
+    return programs
 
 
 def accelerate(root: Path) -> Iterator[Program]:
@@ -147,6 +144,7 @@ def accelerate(root: Path) -> Iterator[Program]:
         yield Program(str(name), (*launcher, module))
 
 
+REPLICAS = {"POLYXLA_STALL_TIMEOUT_S": "30", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
 SUITES = {
     "torch_xla": Suite(
         "torch_xla's own list of TPU tests on an emulated v4-8, each file in a process of its own.",
@@ -176,13 +174,13 @@ SUITES = {
         ("tests", "tests/tests_pytorch", "tests/tests_fabric"),
     ),
     "dtensor": Suite(
-        "PyTorch's tests of DTensor on TorchTPU, each in the replicas of an emulated v5e-4 or v5e-8.",
+        "PyTorch's tests of DTensor on TorchTPU, in the replicas of an emulated v5e-4 or v5e-8.",
         "test/distributed/_tensor of PyTorch 2.6",
         "PYTORCH",
         ("torch_tpu",),
-        dtensor,
-        {"POLYXLA_STALL_TIMEOUT_S": "30", "TF_CPP_MIN_LOG_LEVEL": "2"},
-        ("test/distributed/_tensor", "test", str(Path(__file__).parent)),
+        torch_suite("test/distributed/_tensor", "test_api.py", "test_dtensor.py", "test_redistribute.py"),
+        REPLICAS,
+        ("test/distributed/_tensor", "test", str(CI)),
     ),
     "accelerate": Suite(
         "Accelerate's own test scripts on TorchTPU and an emulated v4-8, in two processes.",

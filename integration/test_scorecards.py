@@ -123,3 +123,48 @@ def test_the_page_has_the_counts_of_the_last_runs(monkeypatch: pytest.MonkeyPatc
     import scorecard as module
 
     assert (ROOT / "docs" / "scorecards.md").read_text() == module.page()
+
+
+def test_replicas_that_a_test_ends_are_replaced_for_those_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    import scorecard as module
+    from torch_suite import Tests
+
+    # What each of two replicas writes before it ends, in each of four attempts.
+    sizes = {"sizes": dict.fromkeys(["Some::passes", "Some::fails", "Some::hangs", "Some::skips"], 2)}
+    sizes["sizes"] |= {"Other::passes": 1}
+    attempts: list[list[list[tuple[str, str]]]] = [
+        [[], [], [], []],
+        [
+            [("Some::passes", "passed"), ("Some::fails", "passed"), ("Some::hangs", "")],
+            [("Some::passes", "passed"), ("Some::fails", "failed")],
+        ],
+        [[("Some::hangs", ""), ("Some::skips", "skipped")], [("Some::hangs", "")]],
+        [[("Some::skips", "skipped")], [("Some::skips", "skipped")]],
+        [[("Other::passes", "passed")]],
+    ]
+    asked = []
+
+    def attempt(_: Tests, size: int, journal: Path) -> str:
+        asked.append((size, len(json.loads((journal / "done.json").read_text()))))
+        for rank, ended in enumerate(attempts[len(asked) - 1]):
+            lines: list[Any] = [sizes]
+            for test, outcome in ended:
+                lines += [{"test": test}, *([{"test": test, "outcome": outcome}] if outcome else [])]
+            (journal / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return "not over after 120 s"
+
+    monkeypatch.setattr(Tests, "_attempt", attempt)
+    tests = Tests("some.py", gloo=False)
+    tests.run()
+    assert asked == [(4, 0), (2, 0), (2, 2), (2, 3), (1, 4)]
+    tests.write(str(tmp_path / "report.xml"))
+    assert module._cases(tmp_path / "report.xml", "some.py") == {
+        "some.py::Some::passes": "passed",
+        "some.py::Some::fails": "failed",
+        "some.py::Some::hangs": "not over after 120 s",
+        "some.py::Some::skips": "skipped",
+        "some.py::Other::passes": "passed",
+    }

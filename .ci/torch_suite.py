@@ -1,0 +1,151 @@
+"""Runs a file of PyTorch's distributed tests in replicas that stay from one test to the next.
+
+Usage: python .ci/torch_suite.py [--gloo] FILE --junitxml=REPORT
+
+The tests run one after the other in the replicas of ``polyxla run --each``, on an emulated TPU with as many
+chips as they ask for. After one that fails, or that does not end, new replicas go on with those that are
+left. A test passed if all its replicas say so. With --gloo, they run in torchrun's processes on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from polyxla.plugin import POLYXLA_EMULATE, snapshot
+from polyxla_tools.fits.emulated_run import end_group
+
+LIMIT_S = 120.0
+"""For a test, and for the start of the replicas."""
+PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "torch_replicas",
+    "--noconftest",
+    "--tb=short",
+)
+TPUS = (1, 4, 8)
+
+
+class Tests:
+    """The tests of a file.
+
+    Attributes:
+        file: the file.
+        gloo: whether they run on the CPU.
+        sizes: in how many replicas each is to run, once some replicas have said so.
+        outcomes: how those ended that have run.
+        errors: the first error of those that failed.
+    """
+
+    def __init__(self, file: str, gloo: bool) -> None:
+        self.file, self.gloo = file, gloo
+        self.sizes: dict[str, int] = {}
+        self.outcomes: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Run all of them; give up when replicas start without running one."""
+        size = 4
+        while True:
+            before = len(self.outcomes), len(self.sizes)
+            with tempfile.TemporaryDirectory() as directory:
+                journal = Path(directory)
+                (journal / "done.json").write_text(json.dumps(sorted(self.outcomes)))
+                why = self._attempt(size, journal)
+                self._read(size, journal, why)
+            left = [test for test in self.sizes if test not in self.outcomes]
+            if not left or before == (len(self.outcomes), len(self.sizes)):
+                self.outcomes |= dict.fromkeys(left, "did not start")
+                return
+            size = self.sizes[left[0]]
+
+    def _attempt(self, size: int, journal: Path) -> str:
+        """Run what is left in some replicas, until one of them ends; return why they did not go on."""
+        run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
+        environ = {**snapshot(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        if not self.gloo:
+            tpu = next(chips for chips in TPUS if chips >= size)
+            run = ("polyxla", "run", "--each", "--devices", str(size))
+            environ = {**snapshot(), POLYXLA_EMULATE: f"v5e-{tpu}"}
+        command = (sys.executable, "-m", *run, *PYTEST, f"--journal={journal}", self.file)
+        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            return _wait(process, journal)
+        finally:
+            end_group(process)
+
+    def _read(self, size: int, journal: Path, why: str) -> None:
+        """Read what the replicas have written."""
+        ended: dict[str, list[str]] = {}
+        for path in sorted(journal.glob("*.jsonl")):
+            for line in map(json.loads, path.read_text().splitlines()):
+                self.sizes |= line.get("sizes", {})
+                if test := line.get("test"):
+                    ended.setdefault(test, []).extend([line["outcome"]] if "outcome" in line else [])
+                    if line.get("error"):
+                        self.errors.setdefault(test, line["error"])
+        found = {
+            test: next((kind for kind in ("failed", "skipped") if kind in outcomes), "passed")
+            for test, outcomes in ended.items()
+            if "failed" in outcomes or len(outcomes) == size
+        }
+        # The replicas end with a test that fails. If none did, the first that has not ended ended them.
+        if "failed" not in found.values():
+            found |= dict.fromkeys([test for test in ended if test not in found][:1], why)
+        self.outcomes |= found
+
+    def write(self, report: str) -> None:
+        """Write a report as pytest does, with the outcome in words where the replicas were lost."""
+        suite = ET.Element("testsuite")
+        for test, outcome in self.outcomes.items():
+            group, _, name = test.rpartition("::")
+            case = ET.SubElement(suite, "testcase", classname=group, name=name)
+            if outcome in ("failed", "skipped"):
+                ET.SubElement(case, {"failed": "failure"}.get(outcome, outcome))
+            elif outcome != "passed":
+                case.set("outcome", outcome)
+        ET.ElementTree(suite).write(report)
+
+
+def _wait(process: subprocess.Popen[bytes], journal: Path) -> str:
+    """Wait until the replicas end, or write nothing for too long."""
+    size, since = -1, time.monotonic()
+    while time.monotonic() - since < LIMIT_S:
+        try:
+            # `polyxla run` ends so, too, where replicas wait for each other too long.
+            return "failed" if process.wait(1) else "ended its replicas"
+        except subprocess.TimeoutExpired:
+            now = sum(path.stat().st_size for path in journal.glob("*.jsonl"))
+            if now != size:
+                size, since = now, time.monotonic()
+    return f"not over after {LIMIT_S:.0f} s"
+
+
+def main() -> int:
+    """Run a file; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("file")
+    parser.add_argument("--gloo", action="store_true")
+    parser.add_argument("--junitxml", required=True)
+    args = parser.parse_args()
+    tests = Tests(args.file, args.gloo)
+    tests.run()
+    tests.write(args.junitxml)
+    for test, outcome in tests.outcomes.items():
+        print(f"{outcome:8} {test} {tests.errors.get(test, '')[:200]}")
+    return any(outcome not in ("passed", "skipped") for outcome in tests.outcomes.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
