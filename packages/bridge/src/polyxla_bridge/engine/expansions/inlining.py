@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax
 
 from polyxla_bridge.programs import hlo
@@ -62,24 +61,24 @@ def replace(module: bytes, *choices: Choice) -> bytes:
 def _lowered(function: Function, operands: list[tuple[str, tuple[int, ...]]]) -> Module:
     """Return a function of arrays as a program."""
     arrays = [jax.ShapeDtypeStruct(dims, dtype) for dtype, dims in operands]  # type: ignore[no-untyped-call]
-    there = _sharding()
     # jax would leave out an unused argument, and the other arguments would get its number.
-    jitted = jax.jit(function, keep_unused=True, in_shardings=there, out_shardings=there)
+    jitted = jax.jit(function, keep_unused=True)
     # Without int64, jax would write its instructions as int32.
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_device(_device()):
         lowered = jitted.lower(*arrays)
     computation: Any = lowered.compiler_ir("hlo")
     return hlo.parse_module(computation.as_serialized_hlo_module_proto())
 
 
 @functools.cache
-def _sharding() -> SingleDeviceSharding:
+def _device() -> jax.Device:
     """Return a device that jax lowers for, and does not own.
 
     Without one, jax would open all devices that it finds. It would take a GPU's memory from the plugin, and
     its user could no longer choose its platform.
     """
-    return SingleDeviceSharding(_jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1).devices()[0])
+    device: jax.Device = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1).devices()[0]
+    return device
 
 
 class _Imported:
