@@ -144,6 +144,21 @@ def accelerate(root: Path) -> Iterator[Program]:
         yield Program(str(name), (*launcher, module))
 
 
+CHIPS = 4
+TITAN = {
+    "fsdp2": (4, "--parallelism.data_parallel_shard_degree=4"),
+    "hsdp": (4, "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2"),
+}
+"""Ways to divide torchtitan's debug model among chips: the parts of a batch, and torchtitan's options."""
+
+
+def torchtitan(_: Path) -> Iterator[Program]:
+    """Yield trainings, each of which ends with a comparison of its losses with the CPU's."""
+    program = str(Path(__file__).with_name("titan_on_tpu.py"))
+    for name, (parts, options) in TITAN.items():
+        yield Program(name, (program, str(parts), *options.split()), {"TITAN_FOLDER": "LOGS"}, timeout_s=600)
+
+
 REPLICAS = {"POLYXLA_STALL_TIMEOUT_S": "30", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
 SUITES = {
     "torch_xla": Suite(
@@ -190,6 +205,17 @@ SUITES = {
         accelerate,
         {"POLYXLA_EMULATE": "v4-8", "ACCELERATE_NUM_PROCESSES": "2"},
         ("src",),
+    ),
+    "torchtitan": Suite(
+        "torchtitan's llama3 debug model trains 10 steps in float32 on TorchTPU and an emulated v5e-4; its "
+        "losses are those of processes on the CPU to 1e-5. `.ci/titan_on_tpu.py` has the needed patches.",
+        "the package torchtitan 0.3.0, and the documentation of a checkout as text to train on",
+        "TORCHTITAN",
+        ("torch_tpu", "torchtitan"),
+        torchtitan,
+        {"POLYXLA_EMULATE": f"v5e-{CHIPS}"},
+        # Not the checkout itself: its torchtitan may be another release than the package.
+        ("tests/assets",),
     ),
 }
 """By the name that a user gives."""
