@@ -12,6 +12,7 @@ import pytest
 import torch
 from jaxlib._hlo import HloModule  # type: ignore[import-not-found]
 
+from polyxla_bridge.engine.expansions import tpu
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.programs import rewrite
@@ -136,6 +137,19 @@ def test_a_singular_matrix_has_a_zero_on_the_diagonal(engine: JaxEngine) -> None
           ROOT r = (f32[2,2], s32[2], s32[2]) custom-call(x), custom_call_target="LuDecomposition" }"""
     factors, _, _ = computed(engine, text, np.ones((2, 2), np.float32))
     assert factors.tolist() == [[1, 1], [1, 0]]
+
+
+def test_a_result_of_an_expansion_can_be_that_of_the_program(engine: JaxEngine) -> None:
+    # XLA ended the process over the sharding that jax wrote for it, whose mesh the module does not have.
+    text = """HloModule decomposing
+        ENTRY main { x = f32[2,2] parameter(0)
+          r = (f32[2,2], s32[2], s32[2]) custom-call(x), custom_call_target="LuDecomposition"
+          ROOT f = f32[2,2] get-tuple-element(r), index=0 }"""
+    expanded = HloModule.from_serialized_hlo_module_proto(tpu.expanded(module(text))).to_string()
+    assert "while(" in expanded
+    assert "sharding" not in expanded
+    (factors,) = computed(engine, text, np.array([[2, 4], [1, 3]], np.float32))
+    assert factors.tolist() == [[2, 4], [0.5, 1]]
 
 
 def test_an_expansion_leaves_jax_to_its_user() -> None:
