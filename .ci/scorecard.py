@@ -58,8 +58,13 @@ class Expected:
 
     @classmethod
     def of(cls, suite: str) -> Expected:
-        """Read a suite's file."""
-        return cls(tomllib.loads((SCORECARDS / f"{suite}.toml").read_text()))
+        """Read a suite's file: of each owner, a pattern and its reason, or a reason and its patterns."""
+        read = tomllib.loads((SCORECARDS / f"{suite}.toml").read_text())
+        owners: dict[str, dict[str, str]] = {owner: {} for owner in read}
+        for owner, entries in read.items():
+            for key, value in entries.items():
+                owners[owner] |= {key: value} if isinstance(value, str) else dict.fromkeys(value, key)
+        return cls(owners)
 
     def find(self, name: str) -> tuple[str, str]:
         """Return the owner of a test's failure, and the reason; empty if it should pass."""
@@ -109,7 +114,7 @@ def run(suite: Suite, program: Program, root: Path, logs: Path) -> dict[str, str
             ),
             program.timeout_s,
         )
-    cases = _cases(report, program.name) if report.exists() else {}
+    cases = _cases(report, program.group or program.name) if report.exists() else {}
     # A report lacks a test that ended its process, or that failed in another replica.
     if not cases or ended not in (PASSED, FAILED) or (ended == FAILED and FAILED not in cases.values()):
         cases[program.name] = ended
@@ -276,17 +281,19 @@ def _section(name: str, card: dict[str, Any]) -> Iterator[str]:
     command = f"nox -s \"scorecard(suite='{name}')\" -- {suite.path}"
     yield f"`{command}`, {card['date']}: {card['minutes']} minutes on {card['cores']} cores, with"
     yield f"{card['versions']}."
-    rows = [
-        (pattern, owner, reason)
-        for owner, reasons in Expected.of(name).owners.items()
-        for pattern, reason in reasons.items()
-    ]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for owner, reasons in Expected.of(name).owners.items():
+        for pattern, reason in reasons.items():
+            rows.setdefault((owner, reason), []).append(pattern)
     if rows:
         yield ""
         yield _row("test", "owner", "reason")
         yield _row("---", "---", "---")
-        for pattern, owner, reason in rows:
-            yield _row(f"`{pattern}`", owner, reason)
+        for (owner, reason), patterns in rows.items():
+            # Of a long list one is enough to try.
+            shown = patterns if len(patterns) < 4 else patterns[:1]
+            others = "" if shown == patterns else f" and {len(patterns) - 1} others"
+            yield _row(", ".join(f"`{pattern}`" for pattern in shown) + others, owner, reason)
 
 
 def _card(name: str) -> Path:

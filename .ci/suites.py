@@ -19,6 +19,7 @@ class Program:
         arguments: of Python.
         variables: that it needs; LOGS in a value becomes the directory of its output.
         is_pytest: whether pytest runs it, and can report on each of its tests.
+        group: what the names of its tests begin with, if not with its own name.
         timeout_s: after which it is ended, in seconds.
     """
 
@@ -26,6 +27,7 @@ class Program:
     arguments: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     is_pytest: bool = False
+    group: str = ""
     timeout_s: float = 900
 
 
@@ -132,6 +134,19 @@ def torch_suite(directory: str, *patterns: str) -> Callable[[Path], Iterator[Pro
     return programs
 
 
+def slices(suite: str, count: int, file: str, *options: str) -> Iterator[Program]:
+    """Yield a file of PyTorch's device-generic tests in slices, so that a run can stop and go on."""
+    for number in range(1, count + 1):
+        arguments = (str(CI / "torch_file.py"), suite, file, f"--slice={number}/{count}", *options)
+        yield Program(f"{file} {number}/{count}", arguments, is_pytest=True, group=file, timeout_s=3600)
+
+
+def operators(_: Path) -> Iterator[Program]:
+    """Yield the tests that compare each operator with the CPU, or with NumPy."""
+    chosen = "(test_compare_cpu or test_numpy_ref) and not cpu__refs"
+    yield from slices("operators", 20, "test_ops.py", "--cuda-too", "-k", chosen)
+
+
 def accelerate(root: Path) -> Iterator[Program]:
     """Yield Accelerate's scripts, each in two processes of torchrun: some check what holds for two only."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
@@ -160,6 +175,12 @@ def torchtitan(_: Path) -> Iterator[Program]:
 
 
 REPLICAS = {"POLYXLA_STALL_TIMEOUT_S": "30", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
+DEVICE = {
+    "POLYXLA_EMULATE": "v5e-1",
+    "PYTORCH_TESTING_DEVICE_ONLY_FOR": "tpu",
+    "PYTORCH_TEST_WITH_SLOW": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
 SUITES = {
     "torch_xla": Suite(
         "torch_xla's own list of TPU tests on an emulated v4-8, each file in a process of its own.",
@@ -196,6 +217,15 @@ SUITES = {
         torch_suite("test/distributed/_tensor", "test_api.py", "test_dtensor.py", "test_redistribute.py"),
         REPLICAS,
         ("test/distributed/_tensor", "test", str(CI)),
+    ),
+    "operators": Suite(
+        "PyTorch's comparison of its operators with the CPU and NumPy, on TorchTPU and an emulated v5e-1.",
+        "`test_compare_cpu` and `test_numpy_ref` in test/test_ops.py of PyTorch 2.6",
+        "PYTORCH",
+        ("torch_tpu", "numpy"),
+        operators,
+        DEVICE,
+        ("test", str(CI)),
     ),
     "accelerate": Suite(
         "Accelerate's own test scripts on TorchTPU and an emulated v4-8, in two processes.",

@@ -118,6 +118,19 @@ def test_a_failure_that_is_known_and_passes_is_reported(
     assert "not as expected: test_some.py::test_passes passed" in capsys.readouterr().out
 
 
+def test_several_tests_can_have_one_reason(
+    scorecard: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = [f"test_some.py::test_{end}" for end in ("fails", "has_no_owner", "is_nowhere", "is_no_test")]
+    (tmp_path / "theirs.toml").write_text(f'[peer]\n"the same defect" = {tests}\n')
+    assert run(scorecard, monkeypatch, tmp_path / "theirs", "some") == 0
+    assert "2 peer" in capsys.readouterr().out
+    (tmp_path / "theirs.json").write_text(
+        json.dumps(dict.fromkeys(("date", "versions", "cores", "minutes"), "") | {"counts": {}})
+    )
+    assert f"| `{tests[0]}` and 3 others | peer | the same defect |" in scorecard.page()
+
+
 def test_the_page_has_the_counts_of_the_last_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     import scorecard as module

@@ -1,0 +1,103 @@
+"""Runs a file of PyTorch's device-generic tests on TorchTPU's device, and goes on after a test that aborts.
+
+Usage: python .ci/torch_file.py SUITE FILE [OPTION ...] --junitxml=REPORT
+
+The OPTIONs are pytest's and those of the plugin `torch_device.py`. Tests that scorecards/SUITE.toml has
+under "not run" are left out. A test that ends its process, or that does not end, has that as its outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from polyxla_tools.fits.emulated_run import end_group
+
+LIMIT_S = 300.0
+"""For a test, and for the start of the process."""
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "torch_device", "--noconftest")
+SCORECARDS = Path(__file__).with_name("scorecards")
+
+
+def run(options: Sequence[str], journal: Path) -> dict[str, str]:
+    """Run the tests in one process after the other; return how each ended."""
+    journal.touch()
+    while True:
+        before = journal.stat().st_size
+        # C++ writes why it aborts.
+        command = [sys.executable, *PYTEST, "--capture=sys", f"--journal={journal}", *options]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            why = _wait(process, journal)
+        finally:
+            end_group(process)
+        outcomes = _read(journal)
+        hanging = [test for test, outcome in outcomes.items() if not outcome]
+        for test in hanging:
+            with journal.open("a") as file:
+                file.write(json.dumps({"test": test, "outcome": why}) + "\n")
+        if not hanging or journal.stat().st_size == before:
+            return _read(journal)
+
+
+def _read(journal: Path) -> dict[str, str]:
+    lines = map(json.loads, journal.read_text().splitlines())
+    return {line["test"]: line.get("outcome", "") for line in lines}
+
+
+def _wait(process: subprocess.Popen[bytes], journal: Path) -> str:
+    """Wait until the process ends, or begins no other test for too long; return how a test ended it."""
+    size, since = -1, time.monotonic()
+    while time.monotonic() - since < LIMIT_S:
+        try:
+            code = process.wait(1)
+        except subprocess.TimeoutExpired:
+            now = journal.stat().st_size
+            if now != size:
+                size, since = now, time.monotonic()
+        else:
+            return f"ended by signal {-code}" if code < 0 else f"ended its process with code {code}"
+    return f"not over after {LIMIT_S:.0f} s"
+
+
+def write(outcomes: dict[str, str], report: str) -> None:
+    """Write a report as pytest does, with the outcome in words where the process was lost."""
+    suite = ET.Element("testsuite")
+    for test, outcome in outcomes.items():
+        group, _, name = test.partition("::")[2].rpartition("::")
+        case = ET.SubElement(suite, "testcase", classname=group, name=name)
+        if outcome in ("failed", "skipped"):
+            ET.SubElement(case, {"failed": "failure"}.get(outcome, outcome))
+        elif outcome != "passed":
+            case.set("outcome", outcome)
+    ET.ElementTree(suite).write(report)
+
+
+def main() -> int:
+    """Run a file; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("suite")
+    parser.add_argument("file")
+    parser.add_argument("--junitxml", required=True)
+    args, options = parser.parse_known_args()
+    card = tomllib.loads((SCORECARDS / f"{args.suite}.toml").read_text())
+    left_out = [f"--leave-out={pattern}" for pattern in card.get("not run", {})]
+    with tempfile.TemporaryDirectory() as directory:
+        journal = Path(directory) / "journal"
+        outcomes = run((args.file, *left_out, *options), journal)
+        # The errors are here to be read.
+        Path(args.junitxml).with_suffix(".jsonl").write_text(journal.read_text())
+    write(outcomes, args.junitxml)
+    return any(outcome not in ("passed", "skipped") for outcome in outcomes.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
