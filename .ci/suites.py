@@ -163,6 +163,10 @@ CHIPS = 4
 TITAN = {
     "fsdp2": (4, "--parallelism.data_parallel_shard_degree=4"),
     "hsdp": (4, "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2"),
+    "tp": (1, "--parallelism.tensor_parallel_degree=4"),
+    "fsdp2-tp": (2, "--parallelism.data_parallel_shard_degree=2 --parallelism.tensor_parallel_degree=2"),
+    "pp": (1, "--parallelism.pipeline_parallel_degree=4 --parallelism.pipeline_parallel_schedule=1F1B"),
+    "fsdp2-checkpoint": (4, "--checkpoint.interval=5"),
 }
 """Ways to divide torchtitan's debug model among chips: the parts of a batch, and torchtitan's options."""
 
