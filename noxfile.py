@@ -75,6 +75,7 @@ SCORECARDS = {
     "torch_xla-replicas": ("pjrt", "torch_xla"),
     "lightning": ("pjrt", "lightning"),
     "dtensor": ("torchtpu", "torch"),
+    "operators": ("torchtpu", "torch"),
     "accelerate": ("torchtpu", "accelerate"),
     "torchtitan": ("torchtpu", "torchtitan"),
 }

@@ -134,17 +134,34 @@ def torch_suite(directory: str, *patterns: str) -> Callable[[Path], Iterator[Pro
     return programs
 
 
-def slices(suite: str, count: int, file: str, *options: str) -> Iterator[Program]:
-    """Yield a file of PyTorch's device-generic tests in slices, so that a run can stop and go on."""
-    for number in range(1, count + 1):
+def slices(suite: str, chosen: int, count: int, file: str, *options: str) -> Iterator[Program]:
+    """Yield the first slices of a file of PyTorch's tests for devices; a run can stop between them."""
+    for number in range(1, chosen + 1):
         arguments = (str(CI / "torch_file.py"), suite, file, f"--slice={number}/{count}", *options)
         yield Program(f"{file} {number}/{count}", arguments, is_pytest=True, group=file, timeout_s=3600)
 
 
 def operators(_: Path) -> Iterator[Program]:
-    """Yield the tests that compare each operator with the CPU, or with NumPy."""
+    """Yield a fourth of the tests that compare each operator with the CPU, or with NumPy."""
     chosen = "(test_compare_cpu or test_numpy_ref) and not cpu__refs"
-    yield from slices("operators", 20, "test_ops.py", "--cuda-too", "-k", chosen)
+    yield from slices("operators", 5, 20, "test_ops.py", "--cuda-too", "-k", chosen)
+
+
+def device_tests(_: Path) -> Iterator[Program]:
+    """Yield tests that PyTorch has for every device; each file has others, for the CPU."""
+    for file, count in DEVICE_TESTS.items():
+        yield from slices("torch", 1, count, file, "-k", "PRIVATEUSE1 or TPU")
+
+
+DEVICE_TESTS = {
+    "test_indexing.py": 1,
+    "test_view_ops.py": 1,
+    "test_autograd.py": 1,
+    "test_torch.py": 8,
+    "test_nn.py": 12,
+    "test_optim.py": 12,
+}
+"""Files of PyTorch's tests, and which part of them runs: one in so many."""
 
 
 def accelerate(root: Path) -> Iterator[Program]:
@@ -182,7 +199,6 @@ REPLICAS = {"POLYXLA_STALL_TIMEOUT_S": "30", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_N
 DEVICE = {
     "POLYXLA_EMULATE": "v5e-1",
     "PYTORCH_TESTING_DEVICE_ONLY_FOR": "tpu",
-    "PYTORCH_TEST_WITH_SLOW": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 SUITES = {
@@ -224,10 +240,19 @@ SUITES = {
     ),
     "operators": Suite(
         "PyTorch's comparison of its operators with the CPU and NumPy, on TorchTPU and an emulated v5e-1.",
-        "`test_compare_cpu` and `test_numpy_ref` in test/test_ops.py of PyTorch 2.6",
+        "a fourth of `test_compare_cpu` and `test_numpy_ref` in test/test_ops.py of PyTorch 2.6",
         "PYTORCH",
         ("torch_tpu", "numpy"),
         operators,
+        DEVICE | {"PYTORCH_TEST_WITH_SLOW": "1"},
+        ("test", str(CI)),
+    ),
+    "torch": Suite(
+        "PyTorch's tests for every device on TorchTPU and an emulated v5e-1.",
+        "a fixed part of test_torch.py and other files in test of PyTorch 2.6",
+        "PYTORCH",
+        ("torch_tpu", "numpy"),
+        device_tests,
         DEVICE,
         ("test", str(CI)),
     ),

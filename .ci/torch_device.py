@@ -43,10 +43,11 @@ class Journal:
         """Keep the tests of the slice that are to run."""
         first, count = map(int, config.option.slice.split("/"))
         done = {json.loads(line)["test"] for line in self.path.read_text().splitlines()}
-        items[:] = [item for item in items[first - 1 :: count] if not self._is_done(item.nodeid, done)]
+        items[:] = [item for item in items[first - 1 :: count] if not self._is_done(item, done)]
 
-    def _is_done(self, test: str, done: set[str]) -> bool:
-        return test in done or any(fnmatch.fnmatchcase(test, pattern) for pattern in self.left_out)
+    def _is_done(self, item: pytest.Item, done: set[str]) -> bool:
+        name = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+        return item.nodeid in done or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.left_out)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
