@@ -79,7 +79,7 @@ def shard(model):
     if STRATEGY == "ddp":
         return nn.parallel.DistributedDataParallel(model), True
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    if STRATEGY == "fsdp":
+    if STRATEGY.startswith("fsdp"):
         from torch.distributed.fsdp import fully_shard
 
         for block in model.blocks:
@@ -100,9 +100,10 @@ def main():
     if world > 1:
         dist.init_process_group("tpu_dist" if DEVICE == "tpu" else "gloo")
     torch.manual_seed(0)
-    model = Decoder().to(DEVICE)
+    # `fully_shard` itself moves what it divides.
+    model = Decoder() if STRATEGY == "fsdp-from-host" else Decoder().to(DEVICE)
     divides = False
-    if STRATEGY in ("ddp", "fsdp", "tp"):
+    if STRATEGY in ("ddp", "fsdp", "fsdp-from-host", "tp"):
         model, divides = shard(model)
     step_model = torch.compile(model) if STRATEGY == "compile" else model
     # Beside sharded parameters there are others.

@@ -1,6 +1,6 @@
-"""What is done when torch, torch_tpu, accelerate or transformers' Trainer is about to be imported.
+"""What is done when torch, torch_tpu, and modules that know no TorchTPU are about to be imported.
 
-Which libtpu TorchTPU opens is decided, and Accelerate learns of TorchTPU's device.
+Which libtpu TorchTPU opens is decided, and Accelerate and FSDP2 learn of TorchTPU's device.
 
 torch loads TorchTPU and this package in any order, and TorchTPU opens the library of `TPU_LIBRARY_PATH` when
 it is imported: `polyxla_torchtpu.framework` may come too late. ``polyxla_torchtpu.pth`` imports this module
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 
+TAUGHT = (
+    "accelerate",
+    "accelerate.commands.launch",
+    "torch.distributed.fsdp._fully_shard._fsdp_init",
+    "transformers.trainer",
+)
+"""The modules that `polyxla_torchtpu.accelerate` changes."""
+
+
 class BeforeTorch:
     """A finder of modules that looks at their names."""
 
@@ -25,7 +34,7 @@ class BeforeTorch:
         """Look at the name of a module that is about to be imported; find only one that is to be changed."""
         if name in ("torch", "torch_tpu"):
             show_library()
-        elif name in ("accelerate", "accelerate.commands.launch", "transformers.trainer"):
+        elif name in TAUGHT:
             return changed(name, path)
         return None
 
