@@ -76,6 +76,11 @@ SCORECARDS = {
     "lightning": ("pjrt", "lightning"),
     "dtensor": ("torchtpu", "torch"),
     "operators": ("torchtpu", "torch"),
+    "fsdp2": ("torchtpu", "torch"),
+    "tensor-parallel": ("torchtpu", "torch"),
+    "pipelining": ("torchtpu", "torch"),
+    "checkpoint": ("torchtpu", "torch"),
+    "device-mesh": ("torchtpu", "torch"),
     "accelerate": ("torchtpu", "accelerate"),
     "torchtitan": ("torchtpu", "torchtitan"),
 }

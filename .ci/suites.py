@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,16 +123,28 @@ def lightning(root: Path) -> Iterator[Program]:
 CI = Path(__file__).parent
 
 
-def torch_suite(directory: str, *patterns: str) -> Callable[[Path], Iterator[Program]]:
-    """Return what yields files of PyTorch's distributed tests, each with replicas that stay for its tests."""
+def torch_suite(name: str, directory: str, *patterns: str) -> Suite:
+    """Return a suite of PyTorch's distributed tests: one program, whose replicas stay for all its tests."""
 
     def programs(root: Path) -> Iterator[Program]:
-        for path in sorted(path for pattern in patterns for path in (root / directory).glob(pattern)):
-            name = str(path.relative_to(root / directory))
-            # Each of its tests has a limit of its own.
-            yield Program(name, (str(CI / "torch_suite.py"), name), is_pytest=True, timeout_s=3600)
+        card = tomllib.loads((CI / "scorecards" / f"{name}.toml").read_text())
+        found = {
+            path.relative_to(root / directory) for each in patterns for path in (root / directory).glob(each)
+        }
+        files = sorted(map(str, found - {Path(file) for file in card.get("not run", {})}))
+        # Each of its tests has a limit of its own.
+        yield Program(name, (str(CI / "torch_suite.py"), *sorted(files)), is_pytest=True, timeout_s=3 * 3600)
 
-    return programs
+    return Suite(
+        f"PyTorch's {directory.removeprefix('test/')} tests on TorchTPU, in the replicas of an emulated v5e, "
+        "with its device in place of CUDA.",
+        f"{directory} of PyTorch 2.6",
+        "PYTORCH",
+        ("torch_tpu",),
+        programs,
+        {"POLYXLA_STALL_TIMEOUT_S": "30", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"},
+        (directory, "test", str(CI)),
+    )
 
 
 def slices(suite: str, chosen: int, count: int, file: str, *options: str) -> Iterator[Program]:
@@ -195,7 +208,6 @@ def torchtitan(_: Path) -> Iterator[Program]:
         yield Program(name, (program, str(parts), *options.split()), {"TITAN_FOLDER": "LOGS"}, timeout_s=600)
 
 
-REPLICAS = {"POLYXLA_STALL_TIMEOUT_S": "30", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
 DEVICE = {
     "POLYXLA_EMULATE": "v5e-1",
     "PYTORCH_TESTING_DEVICE_ONLY_FOR": "tpu",
@@ -229,15 +241,6 @@ SUITES = {
         {"POLYXLA_EMULATE": "v4-8", "PL_RUN_TPU_TESTS": "1", "PJRT_DEVICE": "TPU"},
         ("tests", "tests/tests_pytorch", "tests/tests_fabric"),
     ),
-    "dtensor": Suite(
-        "PyTorch's tests of DTensor on TorchTPU, in the replicas of an emulated v5e-4 or v5e-8.",
-        "test/distributed/_tensor of PyTorch 2.6",
-        "PYTORCH",
-        ("torch_tpu",),
-        torch_suite("test/distributed/_tensor", "test_api.py", "test_dtensor.py", "test_redistribute.py"),
-        REPLICAS,
-        ("test/distributed/_tensor", "test", str(CI)),
-    ),
     "operators": Suite(
         "PyTorch's comparison of its operators with the CPU and NumPy, on TorchTPU and an emulated v5e-1.",
         "a fourth of `test_compare_cpu` and `test_numpy_ref` in test/test_ops.py of PyTorch 2.6",
@@ -256,6 +259,12 @@ SUITES = {
         DEVICE,
         ("test", str(CI)),
     ),
+    "dtensor": torch_suite("dtensor", "test/distributed/_tensor", "test_*.py", "experimental/test_*.py"),
+    "fsdp2": torch_suite("fsdp2", "test/distributed/_composable/fsdp", "test_*.py"),
+    "tensor-parallel": torch_suite("tensor-parallel", "test/distributed/tensor/parallel", "test_*.py"),
+    "pipelining": torch_suite("pipelining", "test/distributed/pipelining", "test_*.py"),
+    "checkpoint": torch_suite("checkpoint", "test/distributed/checkpoint", "test_*.py", "*/test_*.py"),
+    "device-mesh": torch_suite("device-mesh", "test/distributed", "test_device_mesh.py"),
     "accelerate": Suite(
         "Accelerate's own test scripts on TorchTPU and an emulated v4-8, in two processes.",
         "src/accelerate/test_utils/scripts of huggingface/accelerate at v1.15.0",

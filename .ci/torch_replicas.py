@@ -40,6 +40,10 @@ class OfDevice(ast.NodeTransformer):
             return ast.Constant(text.replace("cuda", DEVICE).replace("nccl", BACKEND))
         return node
 
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace what skips a test without CUDA."""
+        return ast.Constant(True) if node.id in ("TEST_CUDA", "TEST_MULTIGPU") else node
+
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
         """Replace ``f"cuda:{rank}"``."""
         match node.values:
@@ -50,7 +54,8 @@ class OfDevice(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         """Replace ``torch.cuda`` and ``tensor.cuda``."""
         self.generic_visit(node)
-        node.attr = DEVICE if node.attr == "cuda" else node.attr
+        if node.attr == "cuda" and ast.unparse(node.value) not in ("torch.backends", "torch.version"):
+            node.attr = DEVICE
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
@@ -94,11 +99,10 @@ class Journal:
     """Writes what becomes of each test, and ends this replica after one that failed.
 
     Attributes:
-        directory: in which each replica has a file; ``done.json`` names the tests that are not to run.
+        file: this replica's.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
         self.file = (directory / f"{RANK}.jsonl").open("a")
         self.reports: list[Any] = []
 
@@ -107,33 +111,47 @@ class Journal:
         self.file.write(json.dumps(what) + "\n")
         self.file.flush()
 
+    def pytest_collectreport(self, report: Any) -> None:
+        """Write that a file cannot be imported."""
+        if report.failed:
+            self.write(test=report.nodeid, outcome="failed", error=str(report.longrepr)[-200:])
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Choose the tests for as many replicas as there are."""
-        done = json.loads((self.directory / "done.json").read_text())
-        sizes = {_name(item): _size(item) for item in items}
+        sizes = {item.nodeid: _size(item) for item in items}
         self.write(sizes=sizes)
-        items[:] = [item for item in items if sizes[_name(item)] == REPLICAS and _name(item) not in done]
+        items[:] = [item for item in items if sizes[item.nodeid] == REPLICAS]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         """Write that a test begins, and how it ends."""
         self.reports = []
-        self.write(test=_name(item))
-        group.begin(_name(item))
+        self.write(test=item.nodeid)
+        group.begin(item.nodeid)
         result = yield
         failures = [report for report in self.reports if report.failed]
         skips = [report for report in self.reports if report.skipped]
         outcome = "failed" if failures else "skipped" if skips else "passed"
         text = str(failures[0].longrepr) if failures else ""
         lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
-        self.write(test=_name(item), outcome=outcome, error=next(iter(lines), text[:200]))
+        self.write(test=item.nodeid, outcome=outcome, error=next(iter(lines), text[:200]))
         if failures:
-            sys.stderr.write(f"replica {RANK}, {_name(item)}:\n{text}\n")
+            sys.stderr.write(f"replica {RANK}, {item.nodeid}:\n{text}\n")
             sys.stderr.flush()
             # The others write how they failed, before they are ended with this one.
             time.sleep(1)
             os._exit(1)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Any:
+        """End the group that a test leaves."""
+        result = yield
+        if dist.is_initialized():
+            if not any(report.failed for report in self.reports):
+                dist.barrier()
+            dist.destroy_process_group()
         return result
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -147,10 +165,13 @@ class Group:
     def __init__(self) -> None:
         self.store: Any = None
         self.test, self.count = "", 0
+        self.directory = Path()
 
     def begin(self, test: str) -> None:
-        """Begin with a test."""
+        """Begin with a test, without what one before it has left in this process."""
         self.test, self.count = test, 0
+        _random._rng_tracker = None  # noqa: SLF001
+        debug._clear_sharding_prop_cache()  # noqa: SLF001
 
     def init(self, *args: Any, **options: Any) -> None:
         """Stand in for ``init_process_group``."""
@@ -177,7 +198,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Write the journal."""
-    config.pluginmanager.register(Journal(config.getoption("--journal")))
+    group.directory = config.getoption("--journal")
+    config.pluginmanager.register(Journal(group.directory))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -192,19 +214,6 @@ def pytest_runtest_call() -> Any:
         )
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Any:
-    """End the group that a test leaves."""
-    result = yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return result
-
-
-def _name(item: Any) -> str:
-    return str(item.nodeid).partition("::")[2]
-
-
 def _size(item: Any) -> int:
     """Return in how many replicas a test runs: one if it makes threads, or nothing, of its own."""
     if not (item.cls and issubclass(item.cls, PROCESSES)):
@@ -216,7 +225,7 @@ def _set_up(self: Any) -> None:
     common_utils.TestCase.setUp(self)
     self.processes, self.pid_to_pipe = [], {}
     self.rank = RANK
-    self.file_name = f"/tmp/{snapshot()['MASTER_PORT']}-{self.id()}"  # noqa: S108  (the same for all)
+    self.file_name = str(group.directory / self.id())
     torch._dynamo.reset()  # noqa: SLF001
     common_utils.set_rng_seed()
 
@@ -227,8 +236,16 @@ def _set_up_with_group(self: Any) -> None:
     type(self).pg = dist.group.WORLD
 
 
+def _set_up_class(cls: Any) -> None:
+    cls.rank = RANK
+
+
 def _do_nothing(*_: object, **__: object) -> None:
     pass
+
+
+def _skip_if_less(chips: int, **_: object) -> Any:
+    return pytest.mark.skipif(chips > max(CHIPS, REPLICAS), reason=f"needs {chips} chips")
 
 
 def _always(*_: object, **__: object) -> Any:
@@ -249,8 +266,15 @@ for name, function in {
     setattr(torch.accelerator, name, function)
     setattr(module, name, function)
 module.set_device = _do_nothing
+if DEVICE == "tpu":
+    # TorchTPU has what CUDA's tests call, and lets torch alone call it.
+    from torch_tpu._internal.utils import annotations
+
+    annotations._internal_apis_allowed_for_testing = True  # noqa: SLF001
 
 # These find the device when they are imported.
+from torch.distributed.pipelining import _utils as pipelining  # noqa: E402, TID253
+from torch.distributed.tensor import _random, debug  # noqa: E402, TID253
 from torch.testing._internal import common_distributed, common_fsdp, common_utils  # noqa: E402, TID253
 from torch.testing._internal.distributed._shard import sharded_tensor  # noqa: E402, TID253
 from torch.testing._internal.distributed._tensor import common_dtensor  # noqa: E402, TID253
@@ -269,19 +293,25 @@ for any_base, set_up in (
 ):
     base: Any = any_base
     base.setUp, base._spawn_processes = set_up, _do_nothing  # noqa: SLF001
-    base.device_type = property(lambda _: DEVICE)
-continuous.setUpClass = continuous.tearDownClass = classmethod(_do_nothing)
+continuous.setUpClass, continuous.tearDownClass = classmethod(_set_up_class), classmethod(_do_nothing)
+continuous.world_size = 2
 dist.init_process_group = dist.distributed_c10d.init_process_group = group.init  # type: ignore[assignment]
 for any_base in (dtensor, sharded):
     base = any_base
     base.init_pg, base.destroy_pg = group.init, group.destroy
+any_dtensor: Any = dtensor
+any_dtensor.device_type = property(lambda _: DEVICE)
 sharded.init_comms, sharded.destroy_comms = group.init, group.destroy
 any_sharded: Any = sharded_tensor
 any_sharded.with_comms.__defaults__ = (None, False, BACKEND)
 any_distributed: Any = common_distributed
-# The name in PyTorch 2.6.
+# The names in PyTorch 2.6.
 any_distributed.MultiProcContinousTest = continuous
-any_distributed.skip_if_lt_x_gpu = _always
+any_fsdp: Any = common_fsdp
+any_fsdp.test_compiled_fsdp = common_fsdp.compiled_fsdp_test
+any_pipelining: Any = pipelining
+any_pipelining.PipeliningShapeError = pipelining.PipeliningMetadataError
+any_distributed.skip_if_lt_x_gpu = _skip_if_less
 for name in ("requires_nccl", "requires_accelerator_dist_backend", "requires_nccl_version"):
     setattr(any_distributed, name, _always)
 common_dtensor.DEVICE_TYPE, common_dtensor.PG_BACKEND, common_dtensor.NUM_DEVICES = DEVICE, BACKEND, CHIPS

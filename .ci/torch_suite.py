@@ -1,28 +1,31 @@
-"""Runs a file of PyTorch's distributed tests in replicas that stay from one test to the next.
+"""Runs files of PyTorch's distributed tests in replicas that stay from one test to the next.
 
-Usage: python .ci/torch_suite.py [--gloo] FILE --junitxml=REPORT
+Usage: python .ci/torch_suite.py [--gloo] FILE ... --junitxml=REPORT
 
 The tests run one after the other in the replicas of ``polyxla run --each``, on an emulated TPU with as many
 chips as they ask for. After one that fails, or that does not end, new replicas go on with those that are
-left. A test passed if all its replicas say so. With --gloo, they run in torchrun's processes on the CPU.
+left. A test passed if all its replicas say so. What has run is kept beside the report: a run that is ended
+goes on where it stopped. With --gloo, the tests run in torchrun's processes on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from polyxla.plugin import POLYXLA_EMULATE, snapshot
 from polyxla_tools.fits.emulated_run import end_group
 
-LIMIT_S = 120.0
-"""For a test, and for the start of the replicas."""
+LIMIT_S, START_LIMIT_S = 120.0, 400.0
+"""For a test, and for the start of the replicas, which import all files."""
 PYTEST = (
     "-m",
     "pytest",
@@ -33,44 +36,54 @@ PYTEST = (
     "torch_replicas",
     "--noconftest",
     "--tb=short",
+    # A test is named after its path in the working directory.
+    "--rootdir=.",
+    "--continue-on-collection-errors",
 )
 TPUS = (1, 4, 8)
 
 
 class Tests:
-    """The tests of a file.
+    """The tests of some files.
 
     Attributes:
-        file: the file.
+        files: the files; a test is named as pytest does.
         gloo: whether they run on the CPU.
         sizes: in how many replicas each is to run, once some replicas have said so.
         outcomes: how those ended that have run.
         errors: the first error of those that failed.
+        kept: the file that keeps these.
     """
 
-    def __init__(self, file: str, gloo: bool) -> None:
-        self.file, self.gloo = file, gloo
+    def __init__(self, files: Sequence[str], gloo: bool, kept: Path) -> None:
+        self.files, self.gloo, self.kept = files, gloo, kept
         self.sizes: dict[str, int] = {}
         self.outcomes: dict[str, str] = {}
         self.errors: dict[str, str] = {}
 
     def run(self) -> None:
         """Run all of them; give up when replicas start without running one."""
-        size = 4
+        if self.kept.exists():
+            self.sizes, self.outcomes, self.errors = json.loads(self.kept.read_text())
         while True:
+            left = [test for test in self.sizes if test not in self.outcomes]
+            if self.sizes and not left:
+                break
+            # The first replicas look at all files.
+            size = self.sizes[left[0]] if left else 4
+            mine = [test for test in left if self.sizes[test] == size]
             before = len(self.outcomes), len(self.sizes)
             with tempfile.TemporaryDirectory() as directory:
                 journal = Path(directory)
-                (journal / "done.json").write_text(json.dumps(sorted(self.outcomes)))
-                why = self._attempt(size, journal)
+                why = self._attempt(size, mine or self.files, journal)
                 self._read(size, journal, why)
-            left = [test for test in self.sizes if test not in self.outcomes]
-            if not left or before == (len(self.outcomes), len(self.sizes)):
-                self.outcomes |= dict.fromkeys(left, "did not start")
-                return
-            size = self.sizes[left[0]]
+            self.kept.write_text(json.dumps([self.sizes, self.outcomes, self.errors]))
+            if before == (len(self.outcomes), len(self.sizes)):
+                self.outcomes |= dict.fromkeys(left or self.files, "did not start")
+                break
+        self.kept.unlink(missing_ok=True)
 
-    def _attempt(self, size: int, journal: Path) -> str:
+    def _attempt(self, size: int, tests: Sequence[str], journal: Path) -> str:
         """Run what is left in some replicas, until one of them ends; return why they did not go on."""
         run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
         environ = {**snapshot(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -78,7 +91,7 @@ class Tests:
             tpu = next(chips for chips in TPUS if chips >= size)
             run = ("polyxla", "run", "--each", "--devices", str(size))
             environ = {**snapshot(), POLYXLA_EMULATE: f"v5e-{tpu}"}
-        command = (sys.executable, "-m", *run, *PYTEST, f"--journal={journal}", self.file)
+        command = (sys.executable, "-m", *run, *PYTEST, f"--journal={journal}", *tests)
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             return _wait(process, journal)
@@ -105,23 +118,18 @@ class Tests:
             found |= dict.fromkeys([test for test in ended if test not in found][:1], why)
         self.outcomes |= found
 
-    def write(self, report: str) -> None:
-        """Write a report as pytest does, with the outcome in words where the replicas were lost."""
+    def write(self, report: Path) -> None:
+        """Write a report, with the outcome in words where the replicas were lost."""
         suite = ET.Element("testsuite")
         for test, outcome in self.outcomes.items():
-            group, _, name = test.rpartition("::")
-            case = ET.SubElement(suite, "testcase", classname=group, name=name)
-            if outcome in ("failed", "skipped"):
-                ET.SubElement(case, {"failed": "failure"}.get(outcome, outcome))
-            elif outcome != "passed":
-                case.set("outcome", outcome)
+            ET.SubElement(suite, "testcase", name=test, outcome=outcome)
         ET.ElementTree(suite).write(report)
 
 
 def _wait(process: subprocess.Popen[bytes], journal: Path) -> str:
     """Wait until the replicas end, or write nothing for too long."""
     size, since = -1, time.monotonic()
-    while time.monotonic() - since < LIMIT_S:
+    while time.monotonic() - since < (LIMIT_S if size > 0 else START_LIMIT_S):
         try:
             # `polyxla run` ends so, too, where replicas wait for each other too long.
             return "failed" if process.wait(1) else "ended its replicas"
@@ -133,18 +141,20 @@ def _wait(process: subprocess.Popen[bytes], journal: Path) -> str:
 
 
 def main() -> int:
-    """Run a file; return the exit code."""
+    """Run the files; return the exit code, which is 1 only if there is no test."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("file")
+    parser.add_argument("files", nargs="+")
     parser.add_argument("--gloo", action="store_true")
-    parser.add_argument("--junitxml", required=True)
+    parser.add_argument("--junitxml", type=Path, required=True)
     args = parser.parse_args()
-    tests = Tests(args.file, args.gloo)
+    # The replicas are a group of their own, and are to end with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    tests = Tests(args.files, args.gloo, args.junitxml.with_suffix(".json"))
     tests.run()
     tests.write(args.junitxml)
     for test, outcome in tests.outcomes.items():
         print(f"{outcome:8} {test} {tests.errors.get(test, '')[:200]}")
-    return any(outcome not in ("passed", "skipped") for outcome in tests.outcomes.values())
+    return not tests.outcomes
 
 
 if __name__ == "__main__":

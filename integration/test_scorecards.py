@@ -145,23 +145,25 @@ def test_replicas_that_a_test_ends_are_replaced_for_those_that_are_left(
     import scorecard as module
     from torch_suite import Tests
 
-    # What each of two replicas writes before it ends, in each of four attempts.
-    sizes = {"sizes": dict.fromkeys(["Some::passes", "Some::fails", "Some::hangs", "Some::skips"], 2)}
-    sizes["sizes"] |= {"Other::passes": 1}
+    # What each replica writes before it ends, in each of the attempts.
+    sizes = {
+        "sizes": dict.fromkeys(["a.py::Some::passes", "a.py::Some::fails", "b.py::hangs", "b.py::skips"], 2)
+    }
+    sizes["sizes"] |= {"b.py::is_alone": 1}
     attempts: list[list[list[tuple[str, str]]]] = [
         [[], [], [], []],
         [
-            [("Some::passes", "passed"), ("Some::fails", "passed"), ("Some::hangs", "")],
-            [("Some::passes", "passed"), ("Some::fails", "failed")],
+            [("a.py::Some::passes", "passed"), ("a.py::Some::fails", "passed"), ("b.py::hangs", "")],
+            [("a.py::Some::passes", "passed"), ("a.py::Some::fails", "failed")],
         ],
-        [[("Some::hangs", ""), ("Some::skips", "skipped")], [("Some::hangs", "")]],
-        [[("Some::skips", "skipped")], [("Some::skips", "skipped")]],
-        [[("Other::passes", "passed")]],
+        [[("b.py::hangs", ""), ("b.py::skips", "skipped")], [("b.py::hangs", "")]],
+        [[("b.py::skips", "skipped")], [("b.py::skips", "skipped")]],
+        [[("b.py::is_alone", "passed")]],
     ]
     asked = []
 
-    def attempt(_: Tests, size: int, journal: Path) -> str:
-        asked.append((size, len(json.loads((journal / "done.json").read_text()))))
+    def attempt(_: Tests, size: int, tests: list[str], journal: Path) -> str:
+        asked.append((size, [test.rpartition("::")[2] for test in tests]))
         for rank, ended in enumerate(attempts[len(asked) - 1]):
             lines: list[Any] = [sizes]
             for test, outcome in ended:
@@ -170,14 +172,41 @@ def test_replicas_that_a_test_ends_are_replaced_for_those_that_are_left(
         return "not over after 120 s"
 
     monkeypatch.setattr(Tests, "_attempt", attempt)
-    tests = Tests("some.py", gloo=False)
+    report = tmp_path / "report.xml"
+    tests = Tests(["a.py", "b.py"], gloo=False, kept=report.with_suffix(".json"))
     tests.run()
-    assert asked == [(4, 0), (2, 0), (2, 2), (2, 3), (1, 4)]
-    tests.write(str(tmp_path / "report.xml"))
-    assert module._cases(tmp_path / "report.xml", "some.py") == {
-        "some.py::Some::passes": "passed",
-        "some.py::Some::fails": "failed",
-        "some.py::Some::hangs": "not over after 120 s",
-        "some.py::Some::skips": "skipped",
-        "some.py::Other::passes": "passed",
+    assert asked == [
+        (4, ["a.py", "b.py"]),
+        (2, ["passes", "fails", "hangs", "skips"]),
+        (2, ["hangs", "skips"]),
+        (2, ["skips"]),
+        (1, ["is_alone"]),
+    ]
+    tests.write(report)
+    assert module._cases(report, "theirs") == {
+        "a.py::Some::passes": "passed",
+        "a.py::Some::fails": "failed",
+        "b.py::hangs": "not over after 120 s",
+        "b.py::skips": "skipped",
+        "b.py::is_alone": "passed",
     }
+
+
+def test_tests_go_on_where_they_were_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    from torch_suite import Tests
+
+    def attempt(_: Tests, size: int, tests: list[str], journal: Path) -> str:
+        if tests == ["a.py::two"]:
+            raise KeyboardInterrupt
+        lines: list[Any] = [{"sizes": {"a.py::one": 1, "a.py::two": 1}}]
+        lines += [{"test": "a.py::one", "outcome": "passed"}] if size == 1 else []
+        (journal / "0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return "failed"
+
+    monkeypatch.setattr(Tests, "_attempt", attempt)
+    for _ in range(2):
+        tests = Tests(["a.py"], gloo=False, kept=tmp_path / "kept.json")
+        with pytest.raises(KeyboardInterrupt):
+            tests.run()
+    assert tests.outcomes == {"a.py::one": "passed"}
