@@ -26,17 +26,18 @@ from polyxla.plugin import POLYXLA_EMULATE, snapshot
 
 DEVICE, BACKEND = ("tpu", "tpu_dist") if POLYXLA_EMULATE in snapshot() else ("cpu", "gloo")
 RANK, REPLICAS = int(snapshot()["RANK"]), int(snapshot()["WORLD_SIZE"])
+ONLY = "tpu:0" if DEVICE == "tpu" else DEVICE
 CHIPS = 4
 """How many a test finds that asks for their number, and has as many replicas."""
 
 
 class OfDevice(ast.NodeTransformer):
-    """Replaces CUDA by the device: a process has one, so the number of a CUDA device is left out."""
+    """Replaces CUDA by the device, and the number of a CUDA device by that of the only one in a process."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
         """Replace it in a string."""
         if isinstance(node.value, str):
-            text = DEVICE if node.value in ("cuda:0", "cuda:1") else node.value
+            text = ONLY if node.value in ("cuda:0", "cuda:1") else node.value
             return ast.Constant(text.replace("cuda", DEVICE).replace("nccl", BACKEND))
         return node
 
@@ -48,7 +49,7 @@ class OfDevice(ast.NodeTransformer):
         """Replace ``f"cuda:{rank}"``."""
         match node.values:
             case [ast.Constant("cuda:"), ast.FormattedValue()]:
-                return ast.Constant(DEVICE)
+                return ast.Constant(ONLY)
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
@@ -59,11 +60,13 @@ class OfDevice(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Replace ``torch.device("cuda", rank)``, and ``tensor.cuda(rank)``."""
+        """Replace ``torch.device("cuda", rank)``, ``tensor.cuda(rank)`` and ``device_count()``."""
         self.generic_visit(node)
         match node:
+            case ast.Call(ast.Attribute(attr="device_count")):
+                return ast.Constant(CHIPS)
             case ast.Call(ast.Attribute(attr="device"), [ast.Constant(value), _]) if value == DEVICE:
-                del node.args[1]
+                node.args = [ast.Constant(ONLY)]
             case ast.Call(ast.Attribute(attr=attr), [_]) if attr == DEVICE:
                 del node.args[0]
         return node
@@ -139,9 +142,10 @@ class Journal:
         if failures:
             sys.stderr.write(f"replica {RANK}, {item.nodeid}:\n{text}\n")
             sys.stderr.flush()
-            # The others write how they failed, before they are ended with this one.
-            time.sleep(1)
-            os._exit(1)
+            if REPLICAS > 1:
+                # The others write how they failed, before they are ended with this one.
+                time.sleep(1)
+                os._exit(1)
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -257,15 +261,10 @@ sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
 _init = dist.init_process_group
 any_torch: Any = torch
 module = getattr(any_torch, DEVICE)
-for name, function in {
-    "device_count": lambda: CHIPS,
-    "current_accelerator": lambda *_, **__: torch.device(DEVICE),
-    "is_available": lambda: True,
-    "set_device_index": _do_nothing,
-}.items():
-    setattr(torch.accelerator, name, function)
-    setattr(module, name, function)
-module.set_device = _do_nothing
+torch.accelerator.device_count = lambda: CHIPS
+torch.accelerator.is_available = module.is_available = lambda: True
+torch.accelerator.current_accelerator = lambda *_, **__: torch.device(DEVICE)
+torch.accelerator.set_device_index = module.set_device = _do_nothing
 if DEVICE == "tpu":
     # TorchTPU has what CUDA's tests call, and lets torch alone call it.
     from torch_tpu._internal.utils import annotations

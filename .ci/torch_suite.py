@@ -1,6 +1,6 @@
 """Runs files of PyTorch's distributed tests in replicas that stay from one test to the next.
 
-Usage: python .ci/torch_suite.py [--gloo] FILE ... --junitxml=REPORT
+Usage: python .ci/torch_suite.py [--gloo] FILE ... --junitxml=REPORT [OPTION OF PYTEST ...]
 
 The tests run one after the other in the replicas of ``polyxla run --each``, on an emulated TPU with as many
 chips as they ask for. After one that fails, or that does not end, new replicas go on with those that are
@@ -53,10 +53,11 @@ class Tests:
         outcomes: how those ended that have run.
         errors: the first error of those that failed.
         kept: the file that keeps these.
+        options: of pytest.
     """
 
-    def __init__(self, files: Sequence[str], gloo: bool, kept: Path) -> None:
-        self.files, self.gloo, self.kept = files, gloo, kept
+    def __init__(self, files: Sequence[str], gloo: bool, kept: Path, options: Sequence[str] = ()) -> None:
+        self.files, self.gloo, self.kept, self.options = files, gloo, kept, options
         self.sizes: dict[str, int] = {}
         self.outcomes: dict[str, str] = {}
         self.errors: dict[str, str] = {}
@@ -91,7 +92,7 @@ class Tests:
             tpu = next(chips for chips in TPUS if chips >= size)
             run = ("polyxla", "run", "--each", "--devices", str(size))
             environ = {**snapshot(), POLYXLA_EMULATE: f"v5e-{tpu}"}
-        command = (sys.executable, "-m", *run, *PYTEST, f"--journal={journal}", *tests)
+        command = (sys.executable, "-m", *run, *PYTEST, f"--journal={journal}", *self.options, *tests)
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             return _wait(process, journal)
@@ -113,8 +114,8 @@ class Tests:
             for test, outcomes in ended.items()
             if "failed" in outcomes or len(outcomes) == size
         }
-        # The replicas end with a test that fails. If none did, the first that has not ended ended them.
-        if "failed" not in found.values():
+        # Several replicas end with a test that fails. If none did, the first that has not ended ended them.
+        if size == 1 or "failed" not in found.values():
             found |= dict.fromkeys([test for test in ended if test not in found][:1], why)
         self.outcomes |= found
 
@@ -146,10 +147,10 @@ def main() -> int:
     parser.add_argument("files", nargs="+")
     parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--junitxml", type=Path, required=True)
-    args = parser.parse_args()
+    args, options = parser.parse_known_args()
     # The replicas are a group of their own, and are to end with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    tests = Tests(args.files, args.gloo, args.junitxml.with_suffix(".json"))
+    tests = Tests(args.files, args.gloo, args.junitxml.with_suffix(".json"), options)
     tests.run()
     tests.write(args.junitxml)
     for test, outcome in tests.outcomes.items():

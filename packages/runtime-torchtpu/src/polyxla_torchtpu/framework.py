@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from polyxla.plugin import (
     GENERATION_BY_DEVICE,
@@ -233,8 +234,8 @@ def let_fsdp_move(module: Any) -> None:
     @functools.wraps(move)
     def move_states(params: Sequence[Any], buffers: Sequence[Any], device: torch.device) -> None:
         for tensor in (*params, *buffers) if device.type == "tpu" else ():
-            # torch refuses what is divided already.
-            if tensor.device.type == "cpu" and not hasattr(tensor, "device_mesh"):
+            # torch itself swaps those that consist of others.
+            if tensor.device.type == "cpu" and not is_traceable_wrapper_subclass(tensor):
                 _move(tensor, device)
         move(params, buffers, device)
 
