@@ -172,10 +172,8 @@ class Group:
         self.directory = Path()
 
     def begin(self, test: str) -> None:
-        """Begin with a test, without what one before it has left in this process."""
+        """Begin with a test."""
         self.test, self.count = test, 0
-        _random._rng_tracker = None  # noqa: SLF001
-        debug._clear_sharding_prop_cache()  # noqa: SLF001
 
     def init(self, *args: Any, **options: Any) -> None:
         """Stand in for ``init_process_group``."""
@@ -242,7 +240,10 @@ def _set_up(self: Any) -> None:
     self.processes, self.pid_to_pipe = [], {}
     self.rank = RANK
     self.file_name = str(group.directory / self.id())
+    # What a test before it has left in this process.
     torch._dynamo.reset()  # noqa: SLF001
+    _random._rng_tracker = None  # noqa: SLF001
+    debug._clear_sharding_prop_cache()  # noqa: SLF001
     common_utils.set_rng_seed()
 
 
