@@ -118,6 +118,18 @@ def test_a_summed_loss_is_found(runtime: RuntimeUnderTest) -> None:
     assert result.worst in {"weight", "bias"}
 
 
+@pytest.mark.emulated_tpu
+def test_a_tpus_products_are_compared_with_exact_ones(
+    runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYXLA_EMULATE", "v5e-1")
+    result = check_replicas(plain, runtime=runtime.name, steps=2, numerics=True)
+    assert 1e-5 < result.difference < 1e-2
+    assert str(result).startswith("2 steps with a TPU's products of float32 and with exact ones: the largest")
+    # The second training must not leave its variable.
+    assert "POLYXLA_EMULATE_NUMERICS" not in os.environ
+
+
 class _Summed(nn.Linear):
     """Its gradients grow with the batch, and each replica has only a share of the batch."""
 

@@ -285,6 +285,7 @@ def test_a_program_for_several_cpu_devices_keeps_the_client_of_torch_xla(
             {tpu_env.POLYXLA_EMULATE: "v3-8", env.PJRT_DEVICE: "CPU"},
             "POLYXLA_EMULATE=v3-8 and PJRT_DEVICE=CPU contradict each other",
         ),
+        ({"POLYXLA_EMULATE_NUMERICS": "tpu"}, "POLYXLA_EMULATE_NUMERICS=tpu is for an emulated TPU, and"),
     ],
 )
 def test_an_emulation_of_an_unknown_type_or_beside_the_cpu_is_refused(

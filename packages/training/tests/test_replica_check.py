@@ -102,6 +102,13 @@ def _checked(make: Callable[[], nn.Module], batches: Any = None, **options: Any)
     return check_replicas(make, batches, runtime="fake", **{"steps": 3, "batch_size": 8, **options})
 
 
+def test_products_are_compared_on_an_emulated_tpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POLYXLA_EMULATE", raising=False)
+    with pytest.raises(UsageError, match="no TPU is emulated whose products could be compared") as refused:
+        _checked(Plain, numerics=True)
+    assert refused.value.fix == "Set POLYXLA_EMULATE=v5e-1."
+
+
 @pytest.mark.parametrize(
     ("make", "batches"),
     [

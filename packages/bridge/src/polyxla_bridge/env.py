@@ -67,6 +67,12 @@ options, and a log of executions. It then computes small programs only: results 
 Default: not set; nothing is recorded and everything is computed.
 """
 
+POLYXLA_EMULATE_NUMERICS = "POLYXLA_EMULATE_NUMERICS"
+"""``tpu``: products of float32 are computed as a TPU computes them: at the default precision, of operands
+that are rounded to bfloat16.
+Default: not set; they are products of float32.
+"""
+
 POLYXLA_PJRT_PLUGIN = "POLYXLA_PJRT_PLUGIN"
 """A PJRT plugin on whose devices the bridge computes: the path of its library, or ``libtpu`` or ``cuda`` for
 the one of an installed package.
@@ -181,7 +187,8 @@ class BridgeSettings:
     `places` has the coordinates of this process's replicas, by which they are numbered. Without them,
     replicas count through the processes. `cores` is the number of TensorCores that a device is made of, and
     `memory_bytes` its memory; 0 is a share of the machine's. If it is limited, more is refused. Programs are
-    recorded in the directory `programs_path`, or not recorded if it is empty. `plugin` is the library of a
+    recorded in the directory `programs_path`, or not recorded if it is empty. With `has_tpu_numerics`,
+    products of float32 have a TPU's precision. `plugin` is the library of a
     PJRT plugin, or ``libtpu``; if it is empty, jaxlib computes. `plugin_options` are its client's options.
     The processes of a job have the same `secret`.
     """
@@ -204,6 +211,7 @@ class BridgeSettings:
     memory_bytes: int = 0
     is_memory_limited: bool = False
     programs_path: str = ""
+    has_tpu_numerics: bool = False
     plugin: str = ""
     # Without the job's secret, a process makes a random one, which must not make equal settings differ. No
     # secret may appear in messages or logs.
@@ -252,6 +260,7 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         memory_bytes=memory_bytes,
         is_memory_limited=is_memory_limited,
         programs_path=environ.get(POLYXLA_LIBTPU_PROGRAMS, ""),
+        has_tpu_numerics=has_tpu_numerics(environ),
         plugin=environ.get(POLYXLA_PJRT_PLUGIN, ""),
         plugin_options=plugin_options(environ),
     )
@@ -304,6 +313,18 @@ def _cache(environ: Mapping[str, str]) -> tuple[CacheOrigin, str]:
     if not caches.startswith("/"):
         caches = f"{home}/.cache" if home else ""
     return CacheOrigin.DEFAULT, f"{caches}/polyxla/programs" if caches else ""
+
+
+def has_tpu_numerics(environ: Mapping[str, str]) -> bool:
+    """Read `POLYXLA_EMULATE_NUMERICS`.
+
+    Raises:
+        ValueError: it has another value.
+    """
+    text = environ.get(POLYXLA_EMULATE_NUMERICS, "")
+    if text not in ("", "tpu"):
+        raise ValueError(f"{POLYXLA_EMULATE_NUMERICS}={text!r} is not 'tpu'; write that, or unset it")
+    return text == "tpu"
 
 
 def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:

@@ -224,11 +224,12 @@ from polyxla.tpu.chips import (
     may_have_chips as may_have_chips,
 )
 from polyxla.tpu.emulated import (
+    POLYXLA_EMULATE_NUMERICS as POLYXLA_EMULATE_NUMERICS,
     POLYXLA_LIBTPU_HOST as POLYXLA_LIBTPU_HOST,
     POLYXLA_LIBTPU_SLICE as POLYXLA_LIBTPU_SLICE,
     POLYXLA_PJRT_PLUGIN as POLYXLA_PJRT_PLUGIN,
     EmulatedTpu as EmulatedTpu,
-    check_device_memory as check_device_memory,
+    check_device_variables as check_device_variables,
     free_addresses as free_addresses,
 )
 from polyxla.tpu.env import (

@@ -16,6 +16,7 @@ from polyxla.plugin import (
     FOR_TORCH_XLA,
     PCI_ROOT,
     POLYXLA_DEVICES,
+    POLYXLA_EMULATE_NUMERICS,
     AttachedChip,
     Claim,
     Device,
@@ -131,6 +132,12 @@ def _check_request(environ: Mapping[str, str], accelerator: str, kind: str) -> N
             f"{tpu_env.POLYXLA_EMULATE}={environ[tpu_env.POLYXLA_EMULATE]} and "
             f"{env.PJRT_DEVICE}={environ[env.PJRT_DEVICE]} contradict each other",
             fix=f"Unset {env.PJRT_DEVICE}: an emulated TPU needs none.",
+        )
+    if kind == "CPU" and (text := environ.get(POLYXLA_EMULATE_NUMERICS)):
+        # torch_xla's own client computes what a program does that launches no replicas.
+        raise UsageError(
+            f"{POLYXLA_EMULATE_NUMERICS}={text} is for an emulated TPU, and there is none",
+            fix=f"Emulate one: {tpu_env.POLYXLA_EMULATE}=v5e-4; or unset {POLYXLA_EMULATE_NUMERICS}.",
         )
     if problem := import_problem():
         raise UsageError(problem.what, fix=problem.fix)

@@ -23,7 +23,7 @@ from polyxla.plugin import (
     Place,
     Plan,
     TpuSlice,
-    check_device_memory,
+    check_device_variables,
     free_ports,
     host_core,
     host_environment,
@@ -270,7 +270,7 @@ def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) ->
         plan: PjrtPlan = plan_cores(environ, devices)
     else:
         require_bridge(len(devices))
-        check_device_memory(environ)
+        check_device_variables(environ)
         plan = PjrtPlan(cpu_layout(len(devices), environ, started))
     # Before anything starts: torchrun's processes would wait for replicas that do not exist.
     torchrun.check(plan, environ)

@@ -16,7 +16,7 @@ from polyxla.plugin import (
     EmulatedTpu,
     Setting,
     attached_chips,
-    check_device_memory,
+    check_device_variables,
     cores,
     from_environ,
     host_chips,
@@ -126,7 +126,7 @@ def _with_cpu(bare: Discovery, environ: Mapping[str, str], kind: str) -> Discove
             "no TPU is attached, and emulated devices on the CPU need polyxla-bridge, which is not installed",
             fix=f"Install it: {pip_install('polyxla-bridge')}",
         )
-    check_device_memory(environ)
+    check_device_variables(environ)
     # Under torchrun each process is a replica with a device of its own.
     count = torchrun.process_count(environ) or 1
     devices = tuple(Device(index, "CPU", f"emulated device {index} on the CPU") for index in range(count))

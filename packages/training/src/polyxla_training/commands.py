@@ -118,6 +118,10 @@ def check_replicas(
     batch_size: Annotated[int, typer.Option(help="Records in a batch, over all replicas.")] = 32,
     tolerance: Annotated[float, typer.Option(help="Largest relative difference that passes.")] = 1e-5,
     runtime: RuntimeOption = None,
+    numerics: Annotated[
+        bool,
+        typer.Option("--numerics", help="Compare exact products of float32 with those of a TPU instead."),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare training on one replica and several.
@@ -131,7 +135,13 @@ def check_replicas(
     with plain_errors(as_json):
         made = load_factory(factory)
         found = check(
-            made, steps=steps, devices=devices, batch_size=batch_size, tolerance=tolerance, runtime=runtime
+            made,
+            steps=steps,
+            devices=devices,
+            batch_size=batch_size,
+            tolerance=tolerance,
+            runtime=runtime,
+            numerics=numerics,
         )
     for warning in found.warnings:
         say(warning)

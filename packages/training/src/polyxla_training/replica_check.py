@@ -1,4 +1,4 @@
-"""`check_replicas`: compare training on several replicas with training on one."""
+"""`check_replicas`: compare training on several replicas, or with a TPU's products, with training on one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polyxla import UsageError, launch
-from polyxla.plugin import call_problem, working_directory
+from polyxla.plugin import (
+    POLYXLA_EMULATE,
+    POLYXLA_EMULATE_NUMERICS,
+    call_problem,
+    snapshot,
+    temporary_environ,
+    working_directory,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +31,7 @@ class ReplicaCheck:
 
     Attributes:
         devices: number of replicas that were compared with one.
+        numerics: whether one replica was compared with one whose products of float32 are a TPU's.
         steps: number of optimizer updates in each run.
         tolerance: the largest difference that counts as equal.
         differences: by parameter name, the largest first.
@@ -35,6 +43,7 @@ class ReplicaCheck:
     tolerance: float
     differences: dict[str, float]
     warnings: tuple[str, ...]
+    numerics: bool = False
 
     @property
     def worst(self) -> str:
@@ -55,6 +64,7 @@ class ReplicaCheck:
         """Return the result as ``--json`` prints it."""
         return {
             "devices": self.devices,
+            "numerics": self.numerics,
             "steps": self.steps,
             "tolerance": self.tolerance,
             "within": self.within,
@@ -66,8 +76,10 @@ class ReplicaCheck:
 
     def __str__(self) -> str:
         verdict = "within" if self.within else "beyond"
+        how = "with a TPU's products of float32 and with exact ones"
         return (
-            f"{self.steps} steps on {self.devices} replicas and on one: the largest relative difference is "
+            f"{self.steps} steps {how if self.numerics else f'on {self.devices} replicas and on one'}: the "
+            "largest relative difference is "
             f"{self.difference:.2g}, of {self.worst}, {verdict} {self.tolerance:g}"
         )
 
@@ -81,8 +93,11 @@ def check_replicas(
     batch_size: int = 32,
     tolerance: float = 1e-5,
     runtime: str | None = None,
+    numerics: bool = False,
 ) -> ReplicaCheck:
     """Train a module on one replica and on several with the same batches, and compare the parameters.
+
+    With `numerics`, train it on one replica twice, and the second time multiply float32 as a TPU does.
 
     Both start from the same weights, in float32. Each of the several replicas trains on its share of every
     batch, in the order of the ordinals. The module's ``training_step`` and ``configure_optimizers`` are used
@@ -98,11 +113,21 @@ def check_replicas(
         batch_size: number of records in a batch, over all replicas.
         tolerance: the largest relative difference that counts as equal.
         runtime: the name of a runtime; default: chosen from the environment.
+        numerics: compare exact products of float32 with those of a TPU; `devices` does not matter then. The
+            environment must emulate a TPU.
 
     Raises:
-        UsageError: the module cannot be trained like this, or the batches cannot be divided.
+        UsageError: the module cannot be trained like this, the batches cannot be divided, or no TPU is
+            emulated.
         Exception: what the module raised.
     """
+    environ = snapshot()
+    if numerics and not environ.get(POLYXLA_EMULATE):
+        raise UsageError(
+            "no TPU is emulated whose products could be compared",
+            where="check_replicas(numerics=True)",
+            fix=f"Set {POLYXLA_EMULATE}=v5e-1.",
+        )
     _check_numbers(steps=steps, devices=devices, batch_size=batch_size)
     # Asked before it is called: a class with arguments is the most frequent mistake here.
     if problem := call_problem(make_module, ()):
@@ -115,9 +140,20 @@ def check_replicas(
     # Imported here: it imports torch, which `import polyxla_training` must not.
     from polyxla_training.replica_runs import compare, prepare, train
 
-    workload = prepare(make_module, batches, steps, devices, batch_size)
-    # In a process of its own: a device that is opened in this one would block the launch of several replicas.
-    [(_, alone)] = launch(train, (workload,), devices=1, runtime=runtime, start_method="forkserver")
+    workload = prepare(make_module, batches, steps, 1 if numerics else devices, batch_size)
+
+    def train_alone(products: str) -> dict[str, torch.Tensor]:
+        # In a process of its own: a device that is opened in this one would block the launch of several
+        # replicas.
+        with temporary_environ({**environ, POLYXLA_EMULATE_NUMERICS: products}):
+            results = launch(train, (workload,), devices=1, runtime=runtime, start_method="forkserver")
+        [(_, parameters)] = results
+        return dict(parameters)
+
+    alone = train_alone("" if numerics else environ.get(POLYXLA_EMULATE_NUMERICS, ""))
+    if numerics:
+        differences = compare(alone, [train_alone("tpu")])
+        return ReplicaCheck(1, steps, tolerance, differences, workload.warnings, numerics=True)
     # Several hosts may have more replicas than this one has devices, so the replicas return the size of the
     # world.
     sizes, together = zip(*launch(train, (workload,), devices=devices, runtime=runtime), strict=True)

@@ -18,6 +18,7 @@ from polyxla_bridge.engine.memory_accounting import MemoryAccount, MemoryNeeds, 
 from polyxla_bridge.engine.stall_watchdog import JobProgress, StallWatchdog
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import keep_first
+from polyxla_bridge.programs import numerics
 from polyxla_bridge.programs.cache import ProgramCache
 from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable
@@ -173,6 +174,8 @@ class LocalEngine(Engine):
                 more.
         """
         try:
+            if self._settings.has_tpu_numerics:
+                hlo = numerics.as_on_tpu(hlo)
             executable = self._compiler.compile(hlo, options)
             for account in self._accounts.values():
                 account.check(executable.native["memory"], executable.name)

@@ -24,9 +24,10 @@ def check(environ: Mapping[str, str]) -> None:
     """Check the variables of emulated devices.
 
     Raises:
-        ValueError: the memory of a device is not a memory size.
+        ValueError: one is invalid; the text says what to write after a semicolon.
     """
     env.device_memory(environ)
+    env.has_tpu_numerics(environ)
 
 
 def open_library() -> None:

@@ -52,8 +52,8 @@ _PRIMITIVES = {
     33: "float8_e8m0fnu",
 }
 
-PRED, TUPLE = 1, 13
-"""Element types of booleans and of tuples. Source: as above."""
+PRED, F32, TUPLE = 1, 11, 13
+"""Element types of booleans, of float32 and of tuples. Source: as above."""
 
 _COLLECTIVES = (
     "all-gather",

@@ -86,15 +86,25 @@ class ConvolutionDimensionNumbers(_message.Message):
     def __init__(self, kernel_spatial_dimensions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LiteralProto(_message.Message):
-    __slots__ = ("shape", "u32s")
+    __slots__ = ("shape", "u32s", "f32s")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     U32S_FIELD_NUMBER: _ClassVar[int]
+    F32S_FIELD_NUMBER: _ClassVar[int]
     shape: ShapeProto
     u32s: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., u32s: _Optional[_Iterable[int]] = ...) -> None: ...
+    f32s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., u32s: _Optional[_Iterable[int]] = ..., f32s: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class PrecisionConfig(_message.Message):
+    __slots__ = ("operand_precision", "algorithm")
+    OPERAND_PRECISION_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    operand_precision: _containers.RepeatedScalarFieldContainer[int]
+    algorithm: int
+    def __init__(self, operand_precision: _Optional[_Iterable[int]] = ..., algorithm: _Optional[int] = ...) -> None: ...
 
 class HloInstructionProto(_message.Message):
-    __slots__ = ("name", "opcode", "shape", "metadata", "literal", "parameter_number", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "slice_dimensions", "dynamic_slice_sizes", "epsilon", "feature_index", "channel_id", "custom_call_target", "backend_config", "id", "operand_ids", "called_computation_ids", "sharding", "replica_groups", "comparison_direction", "collective_device_list", "is_reverse", "num_carries", "is_associative")
+    __slots__ = ("name", "opcode", "shape", "metadata", "literal", "parameter_number", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "slice_dimensions", "exponent_bits", "mantissa_bits", "dynamic_slice_sizes", "epsilon", "feature_index", "channel_id", "custom_call_target", "backend_config", "id", "operand_ids", "called_computation_ids", "sharding", "replica_groups", "precision_config", "comparison_direction", "collective_device_list", "is_reverse", "num_carries", "is_associative")
     class SliceDimensions(_message.Message):
         __slots__ = ("start", "limit", "stride")
         START_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +125,8 @@ class HloInstructionProto(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     CONVOLUTION_DIMENSION_NUMBERS_FIELD_NUMBER: _ClassVar[int]
     SLICE_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPONENT_BITS_FIELD_NUMBER: _ClassVar[int]
+    MANTISSA_BITS_FIELD_NUMBER: _ClassVar[int]
     DYNAMIC_SLICE_SIZES_FIELD_NUMBER: _ClassVar[int]
     EPSILON_FIELD_NUMBER: _ClassVar[int]
     FEATURE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +138,7 @@ class HloInstructionProto(_message.Message):
     CALLED_COMPUTATION_IDS_FIELD_NUMBER: _ClassVar[int]
     SHARDING_FIELD_NUMBER: _ClassVar[int]
     REPLICA_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_CONFIG_FIELD_NUMBER: _ClassVar[int]
     COMPARISON_DIRECTION_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_DEVICE_LIST_FIELD_NUMBER: _ClassVar[int]
     IS_REVERSE_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +155,8 @@ class HloInstructionProto(_message.Message):
     window: Window
     convolution_dimension_numbers: ConvolutionDimensionNumbers
     slice_dimensions: _containers.RepeatedCompositeFieldContainer[HloInstructionProto.SliceDimensions]
+    exponent_bits: int
+    mantissa_bits: int
     dynamic_slice_sizes: _containers.RepeatedScalarFieldContainer[int]
     epsilon: float
     feature_index: int
@@ -153,12 +168,13 @@ class HloInstructionProto(_message.Message):
     called_computation_ids: _containers.RepeatedScalarFieldContainer[int]
     sharding: OpSharding
     replica_groups: _containers.RepeatedCompositeFieldContainer[ReplicaGroup]
+    precision_config: PrecisionConfig
     comparison_direction: str
     collective_device_list: CollectiveDeviceListProto
     is_reverse: bool
     num_carries: int
     is_associative: int
-    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., literal: _Optional[_Union[LiteralProto, _Mapping]] = ..., parameter_number: _Optional[int] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., dynamic_slice_sizes: _Optional[_Iterable[int]] = ..., epsilon: _Optional[float] = ..., feature_index: _Optional[int] = ..., channel_id: _Optional[int] = ..., custom_call_target: _Optional[str] = ..., backend_config: _Optional[bytes] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., comparison_direction: _Optional[str] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ..., is_reverse: bool = ..., num_carries: _Optional[int] = ..., is_associative: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., literal: _Optional[_Union[LiteralProto, _Mapping]] = ..., parameter_number: _Optional[int] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., exponent_bits: _Optional[int] = ..., mantissa_bits: _Optional[int] = ..., dynamic_slice_sizes: _Optional[_Iterable[int]] = ..., epsilon: _Optional[float] = ..., feature_index: _Optional[int] = ..., channel_id: _Optional[int] = ..., custom_call_target: _Optional[str] = ..., backend_config: _Optional[bytes] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., precision_config: _Optional[_Union[PrecisionConfig, _Mapping]] = ..., comparison_direction: _Optional[str] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ..., is_reverse: bool = ..., num_carries: _Optional[int] = ..., is_associative: _Optional[int] = ...) -> None: ...
 
 class HloComputationProto(_message.Message):
     __slots__ = ("name", "instructions", "program_shape", "id", "root_id")

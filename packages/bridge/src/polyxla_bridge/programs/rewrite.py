@@ -11,6 +11,7 @@ from functools import partial
 
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
 from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
 
 PACKED_BYTES = 1 << 20
@@ -91,14 +92,30 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
         computation.root_id for computation in parsed.computations if computation.id in orders
     )
     rules = _Rules(replicas, is_partitioned, roots, shapes, comparisons)
-    if not any(rules.rewrite_of(instruction) for instruction in every):
+    return rewritten(module, parsed, rules.rewrite_of)
+
+
+def rewritten(module: bytes, parsed: Module, rewrite_of: Callable[[Instruction], Rewrite | None]) -> bytes:
+    """Rewrite the instructions of a module.
+
+    Args:
+        module: a serialised HloModuleProto.
+        parsed: the same.
+        rewrite_of: returns the rewrite of an instruction; None if it stays.
+
+    Returns:
+        The rewritten program; `module` itself if every instruction stays.
+    """
+    every = [instruction for computation in parsed.computations for instruction in computation.instructions]
+    if not any(map(rewrite_of, every)):
         return module
+    shapes = {instruction.id: instruction.shape for instruction in every}
     numbers = _FreshNumbers(every)
     for computation in parsed.computations:
         instructions = list(computation.instructions)
         del computation.instructions[:]
         for instruction in instructions:
-            rewrite = rules.rewrite_of(instruction)
+            rewrite = rewrite_of(instruction)
             computation.instructions.extend(
                 _replacing(instruction, rewrite, numbers, shapes) if rewrite else [instruction]
             )

@@ -26,7 +26,7 @@ from polyxla.tpu.topology import BASE_PORT
 
 POLYXLA_LIBTPU_HOST, POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_HOST", "POLYXLA_LIBTPU_DEV"
 POLYXLA_LIBTPU_SLICE, POLYXLA_PJRT_PLUGIN = "POLYXLA_LIBTPU_SLICE", "POLYXLA_PJRT_PLUGIN"
-POLYXLA_DEVICE_MEMORY = "POLYXLA_DEVICE_MEMORY"
+POLYXLA_EMULATE_NUMERICS = "POLYXLA_EMULATE_NUMERICS"
 """Described in ``polyxla_bridge.env``; the bridge need not be installed to look for them."""
 EMULATORS = "polyxla.emulators"
 """Entry-point group of the installed `Emulator`."""
@@ -44,7 +44,7 @@ class Emulator(Protocol):
         """Check the variables of emulated devices.
 
         Raises:
-            ValueError: `POLYXLA_DEVICE_MEMORY` is not a memory size.
+            ValueError: one is invalid; the text says what to write after a semicolon.
         """
 
 
@@ -118,7 +118,7 @@ class EmulatedTpu:
                 where=f"{env.POLYXLA_EMULATE}={self.accelerator.name}",
                 fix=f"Install it ({pip_install('polyxla-bridge')}), or unset {env.POLYXLA_EMULATE}.",
             )
-        check_device_memory(environ)
+        check_device_variables(environ)
 
     def devices(self, environ: Mapping[str, str]) -> str:
         """Return the name that the chips of this process's host have in `environ`, or a new one.
@@ -149,28 +149,28 @@ class EmulatedTpu:
         plugin = snapshot().get(POLYXLA_PJRT_PLUGIN)
         where = f"the devices of {POLYXLA_PJRT_PLUGIN}={plugin}" if plugin else "this machine's CPU"
         whose = "theirs" if plugin else "the CPU's"
+        as_on_tpu = snapshot().get(POLYXLA_EMULATE_NUMERICS)
+        theirs = "names, layout and products of float32" if as_on_tpu else "names and layout"
         say_once(
-            f"emulating a {self.accelerator.name}{host} on {where}: {used_as}; names and layout "
-            f"are a TPU's, numbers and speed {whose}"
+            f"emulating a {self.accelerator.name}{host} on {where}: {used_as}; {theirs} "
+            f"are a TPU's, {'other numbers' if as_on_tpu else 'numbers'} and speed {whose}"
         )
 
 
-def check_device_memory(environ: Mapping[str, str]) -> None:
-    """Check the memory of the bridge's devices; otherwise the first process to make a device would fail.
+def check_device_variables(environ: Mapping[str, str]) -> None:
+    """Check the variables of the bridge's devices; otherwise the first process to make a device would fail.
 
     Raises:
-        UsageError: it is not a valid memory size.
+        UsageError: one of them is invalid.
     """
     # Without the bridge there is no such device, and the missing package is reported elsewhere.
     emulator = installed_emulator()
     try:
         if emulator:
             emulator.check(environ)
-    except ValueError:
-        raise UsageError(
-            f"{POLYXLA_DEVICE_MEMORY}={environ[POLYXLA_DEVICE_MEMORY]} is not a valid memory size",
-            fix="Write bytes as an integer, a size such as 16GiB, or 'on' for what the device has.",
-        ) from None
+    except ValueError as error:
+        what, _, fix = str(error).partition("; ")
+        raise UsageError(what, fix=f"{fix[:1].upper()}{fix[1:]}.") from None
 
 
 def _host(text: str | None, accelerator: AcceleratorType) -> int | None:
