@@ -161,23 +161,6 @@ def operators(_: Path) -> Iterator[Program]:
     yield from slices("operators", 5, 20, "test_ops.py", "--cuda-too", "-k", chosen)
 
 
-def device_tests(_: Path) -> Iterator[Program]:
-    """Yield tests that PyTorch has for every device; each file has others, for the CPU."""
-    for file, count in DEVICE_TESTS.items():
-        yield from slices("torch", 1, count, file, "-k", "PRIVATEUSE1 or TPU")
-
-
-DEVICE_TESTS = {
-    "test_indexing.py": 1,
-    "test_view_ops.py": 1,
-    "test_autograd.py": 1,
-    "test_torch.py": 8,
-    "test_nn.py": 12,
-    "test_optim.py": 12,
-}
-"""Files of PyTorch's tests, and which part of them runs: one in so many."""
-
-
 def accelerate(root: Path) -> Iterator[Program]:
     """Yield Accelerate's scripts, each in two processes of torchrun: some check what holds for two only."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
@@ -249,15 +232,6 @@ SUITES = {
         ("torch_tpu", "numpy"),
         operators,
         DEVICE | {"PYTORCH_TEST_WITH_SLOW": "1"},
-        ("test", str(CI)),
-    ),
-    "torch": Suite(
-        "PyTorch's tests for every device on TorchTPU and an emulated v5e-1.",
-        "a fixed part of test_torch.py and other files in test of PyTorch 2.6",
-        "PYTORCH",
-        ("torch_tpu", "numpy"),
-        device_tests,
-        DEVICE,
         ("test", str(CI)),
     ),
     "dtensor": torch_suite("dtensor", "test/distributed/_tensor", "test_*.py", "experimental/test_*.py"),

@@ -2,8 +2,9 @@
 
 Usage: python .ci/torch_file.py SUITE FILE [OPTION ...] --junitxml=REPORT
 
-The OPTIONs are pytest's and those of the plugin `torch_device.py`. Tests that scorecards/SUITE.toml has
-under "not run" are left out. A test that ends its process, or that does not end, has that as its outcome.
+The OPTIONs are pytest's, and those of the plugins `journal.py` and `torch_device.py`. Tests that
+scorecards/SUITE.toml has under "not run" are left out. A test that ends its process, or that does not end,
+has that as its outcome.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
+
+from scorecard import NOT_RUN, Expected
 
 from polyxla_tools.fits.emulated_run import end_group
 
 LIMIT_S = 300.0
 """For a test, and for the start of the process."""
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "torch_device", "--noconftest")
-SCORECARDS = Path(__file__).with_name("scorecards")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "journal", "--noconftest")
 
 
 def run(options: Sequence[str], journal: Path) -> dict[str, str]:
-    """Run the tests in one process after the other; return how each ended."""
+    """Run what the journal lacks of the tests, in one process after the other; return how each ended."""
     journal.touch()
     while True:
         before = journal.stat().st_size
@@ -44,7 +45,8 @@ def run(options: Sequence[str], journal: Path) -> dict[str, str]:
         for test in hanging:
             with journal.open("a") as file:
                 file.write(json.dumps({"test": test, "outcome": why}) + "\n")
-        if not hanging or journal.stat().st_size == before:
+        # A process may also abort between two tests.
+        if journal.stat().st_size == before or not (hanging or "signal" in why):
             return _read(journal)
 
 
@@ -88,11 +90,10 @@ def main() -> int:
     parser.add_argument("file")
     parser.add_argument("--junitxml", required=True)
     args, options = parser.parse_known_args()
-    card = tomllib.loads((SCORECARDS / f"{args.suite}.toml").read_text())
-    left_out = [f"--leave-out={pattern}" for pattern in card.get("not run", {})]
+    left_out = [f"--leave-out={pattern}" for pattern in Expected.of(args.suite).owners.get(NOT_RUN, {})]
     with tempfile.TemporaryDirectory() as directory:
         journal = Path(directory) / "journal"
-        outcomes = run((args.file, *left_out, *options), journal)
+        outcomes = run(("-p", "torch_device", args.file, *left_out, *options), journal)
         # The errors are here to be read.
         Path(args.junitxml).with_suffix(".jsonl").write_text(journal.read_text())
     write(outcomes, args.junitxml)

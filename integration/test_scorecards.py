@@ -20,6 +20,16 @@ def test_has_no_owner(): assert False
 @pytest.mark.skip
 def test_is_skipped(): pass
 """
+ABORTS = """
+import os, pytest
+class Test:
+    def test_a(self): pass
+    def test_aborts(self): os.abort()
+    def test_b(self): pytest.skip("not here")
+    def test_c(self): assert False
+    def test_y(self): pass
+    def test_x(self): pass
+"""
 WAITS = """
 import subprocess, sys
 sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -129,6 +139,33 @@ def test_several_tests_can_have_one_reason(
         json.dumps(dict.fromkeys(("date", "versions", "cores", "minutes"), "") | {"counts": {}})
     )
     assert f"| `{tests[0]}` and 3 others | peer | the same defect |" in scorecard.page()
+
+
+def test_pytest_goes_on_after_a_test_that_aborts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / ".ci"))
+    monkeypatch.chdir(tmp_path)
+    import torch_file
+
+    Path("test_it.py").write_text(ABORTS)
+    outcomes = torch_file.run(("test_it.py", "--leave-out=*::Test::test_[xy]"), tmp_path / "journal")
+    assert {test.rpartition("::")[2]: outcome for test, outcome in outcomes.items()} == {
+        "test_a": "passed",
+        "test_aborts": "ended by signal 6",
+        "test_b": "skipped",
+        "test_c": "failed",
+    }
+    torch_file.write(outcomes, "report.xml")
+    import scorecard as module
+
+    assert module._cases(Path("report.xml"), "test_it.py") == {
+        f"test_it.py::{test.partition('::')[2]}": outcome for test, outcome in outcomes.items()
+    }
+    # What the journal has does not run again.
+    with_slice = ("test_it.py", "--slice=2/2")
+    assert set(torch_file.run(with_slice, tmp_path / "journal")) - set(outcomes) == {
+        "test_it.py::Test::test_x"
+    }
 
 
 def test_the_page_has_the_counts_of_the_last_runs(monkeypatch: pytest.MonkeyPatch) -> None:
