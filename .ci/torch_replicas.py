@@ -133,19 +133,9 @@ class Journal:
         self.write(test=item.nodeid)
         group.begin(item.nodeid)
         result = yield
-        failures = [report for report in self.reports if report.failed]
-        skips = [report for report in self.reports if report.skipped]
-        outcome = "failed" if failures else "skipped" if skips else "passed"
-        text = str(failures[0].longrepr) if failures else ""
-        lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
-        self.write(test=item.nodeid, outcome=outcome, error=next(iter(lines), text[:200]))
-        if failures:
-            sys.stderr.write(f"replica {RANK}, {item.nodeid}:\n{text}\n")
-            sys.stderr.flush()
-            if REPLICAS > 1 and (DEVICE == "tpu" or not group.fails()):
-                # The others write how they failed, before they are ended with this one.
-                time.sleep(1)
-                os._exit(1)
+        if not any(report.failed for report in self.reports):
+            is_skipped = any(report.skipped for report in self.reports)
+            self.write(test=item.nodeid, outcome="skipped" if is_skipped else "passed")
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -159,8 +149,19 @@ class Journal:
         return result
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Remember how a part of a test ended."""
+        """Remember how a part of a test ended. The first that fails ends it: the others may go on without."""
         self.reports.append(report)
+        if not report.failed:
+            return
+        text = str(report.longrepr)
+        lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+        self.write(test=report.nodeid, outcome="failed", error=next(iter(lines), text[:200]))
+        sys.stderr.write(f"replica {RANK}, {report.nodeid}:\n{text}\n")
+        sys.stderr.flush()
+        if REPLICAS > 1 and (DEVICE == "tpu" or not group.fails()):
+            # The others write how they failed, before they are ended with this one.
+            time.sleep(1)
+            os._exit(1)
 
 
 class Group:
