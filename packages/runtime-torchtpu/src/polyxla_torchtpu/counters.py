@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -72,15 +73,24 @@ class TorchTpuCounters(Counters):
 
 
 class TorchTpuProbe:
-    """The `polyxla.tpu.monitor.replica_watch.DeviceProbe` of this process's device."""
+    """The `polyxla.tpu.monitor.replica_watch.DeviceProbe` of this process's device.
+
+    TorchTPU ends with the main thread, and aborts a process that asks it for something afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._requests = 0
 
     def ended(self) -> int:
         """Return how many programs were submitted; TorchTPU does not count those that have ended."""
-        return int(_native._get_cache_requests())
+        if threading.main_thread().is_alive():
+            self._requests = int(_native._get_cache_requests())
+        return self._requests
 
     def wait(self) -> None:
         """Wait until the device has finished its work."""
-        _accelerator.synchronize()
+        if threading.main_thread().is_alive():
+            _accelerator.synchronize()
 
 
 class _ReadTimes:
