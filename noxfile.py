@@ -77,10 +77,7 @@ SCORECARDS = {
     "dtensor": ("torchtpu", "torch"),
     "operators": ("torchtpu", "torch"),
     "fsdp2": ("torchtpu", "torch"),
-    "tensor-parallel": ("torchtpu", "torch"),
     "pipelining": ("torchtpu", "torch"),
-    "checkpoint": ("torchtpu", "torch"),
-    "device-mesh": ("torchtpu", "torch"),
     "accelerate": ("torchtpu", "accelerate"),
     "torchtitan": ("torchtpu", "torchtitan"),
 }

@@ -139,7 +139,7 @@ def torch_suite(name: str, directory: str, *patterns: str) -> Suite:
     return Suite(
         f"PyTorch's {directory.removeprefix('test/')} tests on TorchTPU, in the replicas of an emulated v5e, "
         "with its device in place of CUDA.",
-        f"{directory} of PyTorch 2.6",
+        f"{', '.join(patterns)} in {directory} of PyTorch 2.6",
         "PYTORCH",
         ("torch_tpu",),
         programs,
@@ -234,12 +234,11 @@ SUITES = {
         DEVICE | {"PYTORCH_TEST_WITH_SLOW": "1"},
         ("test", str(CI)),
     ),
-    "dtensor": torch_suite("dtensor", "test/distributed/_tensor", "test_*.py", "experimental/test_*.py"),
+    "dtensor": torch_suite(
+        "dtensor", "test/distributed/_tensor", "test_api.py", "test_dtensor.py", "test_redistribute.py"
+    ),
     "fsdp2": torch_suite("fsdp2", "test/distributed/_composable/fsdp", "test_*.py"),
-    "tensor-parallel": torch_suite("tensor-parallel", "test/distributed/tensor/parallel", "test_*.py"),
     "pipelining": torch_suite("pipelining", "test/distributed/pipelining", "test_*.py"),
-    "checkpoint": torch_suite("checkpoint", "test/distributed/checkpoint", "test_*.py", "*/test_*.py"),
-    "device-mesh": torch_suite("device-mesh", "test/distributed", "test_device_mesh.py"),
     "accelerate": Suite(
         "Accelerate's own test scripts on TorchTPU and an emulated v4-8, in two processes.",
         "src/accelerate/test_utils/scripts of huggingface/accelerate at v1.15.0",
