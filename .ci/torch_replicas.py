@@ -45,6 +45,13 @@ class OfDevice(ast.NodeTransformer):
         """Replace what skips a test without CUDA."""
         return ast.Constant(True) if node.id in ("TEST_CUDA", "TEST_MULTIGPU") else node
 
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
+        """Leave the numbers of devices out: a process has one."""
+        self.generic_visit(node)
+        if node.arg == "device_ids":
+            node.value = ast.Constant(None)
+        return node
+
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
         """Replace ``f"cuda:{rank}"``."""
         match node.values:
@@ -152,6 +159,8 @@ class Journal:
         """Remember how a part of a test ended. The first that fails ends it: the others may go on without."""
         self.reports.append(report)
         if not report.failed:
+            # A part of a test is a sign of life.
+            self.write(test=report.nodeid)
             return
         text = str(report.longrepr)
         lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
@@ -275,11 +284,10 @@ sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
 _init = dist.init_process_group
 any_torch: Any = torch
 module = getattr(any_torch, DEVICE)
-torch.accelerator.device_count = lambda: CHIPS
-torch.accelerator.is_available = module.is_available = lambda: True
-torch.accelerator.current_accelerator = lambda *_, **__: torch.device(DEVICE)
-torch.accelerator.set_device_index = module.set_device = _do_nothing
+module.is_available, module.set_device = lambda: True, _do_nothing
 if DEVICE == "tpu":
+    torch.accelerator.device_count = lambda: CHIPS
+    torch.accelerator.set_device_index = _do_nothing
     # TorchTPU has what CUDA's tests call, and lets torch alone call it.
     from torch_tpu._internal.utils import annotations
 
@@ -327,4 +335,5 @@ any_pipelining.PipeliningShapeError = pipelining.PipeliningMetadataError
 any_distributed.skip_if_lt_x_gpu = _skip_if_less
 for name in ("requires_nccl", "requires_accelerator_dist_backend", "requires_nccl_version"):
     setattr(any_distributed, name, _always)
+common_fsdp.DEVICE_COUNT = CHIPS
 common_dtensor.DEVICE_TYPE, common_dtensor.PG_BACKEND, common_dtensor.NUM_DEVICES = DEVICE, BACKEND, CHIPS

@@ -25,7 +25,7 @@ from polyxla.plugin import POLYXLA_EMULATE, snapshot
 from polyxla_tools.fits.emulated_run import end_group
 
 LIMIT_S, START_LIMIT_S = 120.0, 400.0
-"""For a test, and for the start of the replicas, which import all files."""
+"""For a test or a subtest of it, and for the start of the replicas, which import all files."""
 PYTEST = (
     "-m",
     "pytest",
