@@ -79,6 +79,7 @@ SCORECARDS = {
     "fsdp2": ("torchtpu", "torch"),
     "pipelining": ("torchtpu", "torch"),
     "accelerate": ("torchtpu", "accelerate"),
+    "examples": ("torchtpu", "examples"),
     "torchtitan": ("torchtpu", "torchtitan"),
 }
 # Its data library allows only older releases of some libraries than the pinned ones.

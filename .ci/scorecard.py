@@ -114,6 +114,8 @@ def run(suite: Suite, program: Program, root: Path, logs: Path) -> dict[str, str
             ),
             program.timeout_s,
         )
+    if ended == PASSED and program.gives_up and program.gives_up in (logs / f"{stem}.log").read_text():
+        ended = FAILED
     cases = _cases(report, program.group or program.name) if report.exists() else {}
     # A report lacks a test that ended its process, or that failed in another replica.
     if not cases or ended not in (PASSED, FAILED) or (ended == FAILED and FAILED not in cases.values()):

@@ -22,6 +22,7 @@ class Program:
         is_pytest: whether pytest runs it, and can report on each of its tests.
         group: what the names of its tests begin with, if not with its own name.
         timeout_s: after which it is ended, in seconds.
+        gives_up: what it says if it ends without having done anything, and without an error.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Program:
     is_pytest: bool = False
     group: str = ""
     timeout_s: float = 900
+    gives_up: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,10 @@ TITAN = {
     "hsdp": (4, "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2"),
     "tp": (1, "--parallelism.tensor_parallel_degree=4"),
     "fsdp2-tp": (2, "--parallelism.data_parallel_shard_degree=2 --parallelism.tensor_parallel_degree=2"),
+    "fsdp2-cp": (2, "--parallelism.data_parallel_shard_degree=2 --parallelism.context_parallel_degree=2"),
     "pp": (1, "--parallelism.pipeline_parallel_degree=4 --parallelism.pipeline_parallel_schedule=1F1B"),
+    "fsdp2-compile": (4, "--compile.enable --compile.backend=tpu"),
+    "fsdp2-compile-inductor": (4, "--compile.enable"),
     "fsdp2-checkpoint": (4, "--checkpoint.interval=5"),
 }
 """Ways to divide torchtitan's debug model among chips: the parts of a batch, and torchtitan's options."""
@@ -190,6 +195,37 @@ def torchtitan(_: Path) -> Iterator[Program]:
     program = str(Path(__file__).with_name("titan_on_tpu.py"))
     for name, (parts, options) in TITAN.items():
         yield Program(name, (program, str(parts), *options.split()), {"TITAN_FOLDER": "LOGS"}, timeout_s=600)
+
+
+MINGPT = (
+    "minGPT-ddp/mingpt/main.py data_config.path=minGPT-ddp/mingpt/data/input.txt data_config.truncate=0.001 "
+    "gpt_config.n_layer=2 gpt_config.n_embd=64 trainer_config.max_epochs=1 trainer_config.batch_size=32 "
+    "trainer_config.data_loader_workers=0 trainer_config.save_every=1"
+)
+"""With its data from the checkout, not from GitHub, and a model that two cores can train."""
+EXAMPLES = (
+    "ddp/example.py",
+    "tensor_parallelism/tensor_parallel_example.py",
+    "tensor_parallelism/sequence_parallel_example.py",
+    "tensor_parallelism/fsdp_tp_example.py",
+    "FSDP2/example.py",
+    MINGPT,
+    "ddp-tutorial-series/multigpu.py 2 1",
+    "ddp-tutorial-series/multigpu_torchrun.py 2 1",
+    "ddp-tutorial-series/multinode.py 2 1",
+    "FSDP/T5_training.py",
+    "rpc/ddp_rpc/main.py",
+    "rpc/rnn/main.py",
+)
+
+
+def examples(_: Path) -> Iterator[Program]:
+    """Yield the distributed examples, each in four processes of torchrun."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    for text in EXAMPLES:
+        yield Program(
+            text.split()[0], (*torchrun, *text.split()), timeout_s=600, gives_up="Unable to locate sufficient"
+        )
 
 
 DEVICE = {
@@ -247,6 +283,16 @@ SUITES = {
         accelerate,
         {"POLYXLA_EMULATE": "v4-8", "ACCELERATE_NUM_PROCESSES": "2"},
         ("src",),
+    ),
+    "examples": Suite(
+        "The distributed examples of PyTorch, unchanged, in four processes of torchrun on TorchTPU and an "
+        "emulated v5e-4.",
+        "distributed of pytorch/examples",
+        "EXAMPLES",
+        ("torch_tpu",),
+        examples,
+        {"POLYXLA_EMULATE": f"v5e-{CHIPS}", "OMP_NUM_THREADS": "1"},
+        ("distributed",),
     ),
     "torchtitan": Suite(
         "torchtitan's llama3 debug model trains 10 steps in float32 on TorchTPU and an emulated v5e-4; its "

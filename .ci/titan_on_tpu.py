@@ -154,7 +154,6 @@ class _Device:
 def teach() -> None:
     """Change torchtitan for the device of this process."""
     import torch
-    from torch.distributed.tensor.experimental._context_parallel import _attention
     from torch.nn.attention import flex_attention
     from torchtitan.tools import utils
 
@@ -169,8 +168,6 @@ def teach() -> None:
     # Not compiled, it computes both with other operators, but refuses to begin.
     FlexAttention._compiled_flex_attn = flex_attention.flex_attention  # noqa: SLF001
     flex_attention._validate_device = lambda *_: None  # noqa: SLF001
-    # TorchTPU does not compile an index by int32 and int64, with which a mask is divided.
-    _attention._compiled_create_block_mask = flex_attention.create_block_mask  # noqa: SLF001
     # torchtitan refuses a backend that makes other operators of FlexAttention, as TorchTPU's does.
     compiling._maybe_regional_inductor_backend = lambda _, backend: backend  # noqa: SLF001
     divide_gradients = fsdp.disable_fsdp_gradient_division

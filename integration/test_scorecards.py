@@ -41,7 +41,7 @@ child.wait()
 
 @pytest.fixture
 def scorecard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, with a suite of three programs and with its files in a directory of the test."""
+    """The module, with a suite of a few programs and with its files in a directory of the test."""
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     import scorecard as module
     import suites
@@ -51,6 +51,7 @@ def scorecard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         suites.Program("aborts.py", ("aborts.py",)),
         suites.Program("waits.py", ("waits.py",), timeout_s=3),
         suites.Program("left_out.py", ("left_out.py",)),
+        suites.Program("gives_up.py", ("gives_up.py",), gives_up="too few devices"),
     ]
     suite = suites.Suite("Theirs.", "a test", "PATH", (), lambda _: iter(programs), {})
     monkeypatch.setattr(module, "SUITES", {"theirs": suite})
@@ -61,6 +62,7 @@ def scorecard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, text in {
         "test_some.py": TESTS,
         "aborts.py": "import os; os.abort()",
+        "gives_up.py": "print('too few devices, exiting')",
         "waits.py": WAITS,
         "../theirs.toml": EXPECTED,
     }.items():
@@ -95,10 +97,11 @@ def test_each_test_has_an_outcome_and_each_failure_an_owner(
         "not as expected: aborts.py ended by signal 6",
         # A program that does not end is a surprise even where it is known to fail.
         "not as expected: waits.py not over after 3 s",
+        "not as expected: gives_up.py failed",
     ]
     card = json.loads((tmp_path / "theirs.json").read_text())
-    assert card["counts"] == {"ours": 2, "passed": 1, "peer": 2, "skipped": 1}
-    assert "| [theirs](#theirs) | 1 | 2 | 2 | 1 | 1 |" in scorecard.PAGE.read_text()
+    assert card["counts"] == {"ours": 3, "passed": 1, "peer": 2, "skipped": 1}
+    assert "| [theirs](#theirs) | 1 | 3 | 2 | 1 | 1 |" in scorecard.PAGE.read_text()
     assert "| `test_some.py::test_f*` | peer | the peer's defect |" in scorecard.PAGE.read_text()
 
 
