@@ -76,6 +76,7 @@ SCORECARDS = {
     "lightning": ("pjrt", "lightning"),
     "dtensor": ("torchtpu", "torch"),
     "operators": ("torchtpu", "torch"),
+    "torch": ("torchtpu", "torch"),
     "fsdp2": ("torchtpu", "torch"),
     "pipelining": ("torchtpu", "torch"),
     "accelerate": ("torchtpu", "accelerate"),

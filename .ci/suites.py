@@ -163,6 +163,12 @@ def operators(_: Path) -> Iterator[Program]:
     yield from slices("operators", 5, 20, "test_ops.py", "--cuda-too", "-k", chosen)
 
 
+def device_tests(_: Path) -> Iterator[Program]:
+    """Yield tests that PyTorch has for every device; some of their files have others, for the CPU."""
+    for file in ("test_indexing.py", "test_view_ops.py"):
+        yield from slices("torch", 1, 1, file, "-k", "PRIVATEUSE1 or TPU")
+
+
 def accelerate(root: Path) -> Iterator[Program]:
     """Yield Accelerate's scripts, each in two processes of torchrun: some check what holds for two only."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
@@ -268,6 +274,15 @@ SUITES = {
         ("torch_tpu", "numpy"),
         operators,
         DEVICE | {"PYTORCH_TEST_WITH_SLOW": "1"},
+        ("test", str(CI)),
+    ),
+    "torch": Suite(
+        "PyTorch's tests of indexing and views on TorchTPU and an emulated v5e-1.",
+        "test/test_indexing.py and test/test_view_ops.py of PyTorch 2.6",
+        "PYTORCH",
+        ("torch_tpu", "numpy"),
+        device_tests,
+        DEVICE,
         ("test", str(CI)),
     ),
     "dtensor": torch_suite(
