@@ -74,12 +74,14 @@ def write(outcomes: dict[str, str], report: str) -> None:
     """Write a report as pytest does, with the outcome in words where the process was lost."""
     suite = ET.Element("testsuite")
     for test, outcome in outcomes.items():
-        group, _, name = test.partition("::")[2].rpartition("::")
+        file, _, in_file = test.partition("::")
+        group, _, name = in_file.rpartition("::")
         case = ET.SubElement(suite, "testcase", classname=group, name=name)
         if outcome in ("failed", "skipped"):
             ET.SubElement(case, {"failed": "failure"}.get(outcome, outcome))
         elif outcome != "passed":
-            case.set("outcome", outcome)
+            # Such an outcome has the test's whole name.
+            case.attrib |= {"outcome": outcome, "name": f"{Path(file).name}::{in_file}"}
     ET.ElementTree(suite).write(report)
 
 
