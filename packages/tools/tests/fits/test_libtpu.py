@@ -227,3 +227,23 @@ def test_a_batch_that_fits_has_its_numbers(tmp_path: Path) -> None:
     assert peak["arrays_bytes"] >= 4 * 64 * 1024
     assert program["flops"] >= 2 * 1024 * 64 * 1024
     assert program["estimate_s"] > 0
+
+
+# Four runs.
+@pytest.mark.timeout(600)
+def test_a_change_of_the_programs_is_found(tmp_path: Path) -> None:
+    script, kept = tmp_path / "train.py", tmp_path / "golden"
+    script.write_text(HEAD[FRAMEWORK.module] + STEP)
+    code, document = fits(script, "8", "--golden", str(kept))
+    assert (code, document["changes"]) == (0, [])
+    files = sorted(path.name for path in kept.iterdir())
+    assert len(files) == len(document["programs"]) + 1
+    # The same programs, from other lines.
+    script.write_text("\n\n" + script.read_text())
+    code, document = fits(script, "8", "--golden", str(kept))
+    assert (code, document["changes"]) == (0, [])
+    code, document = fits(script, "16", "--golden", str(kept))
+    assert code == 4
+    assert any("f32[16,1024]" in line for line in document["changes"] if line.startswith("+"))
+    code, updated = fits(script, "16", "--golden", str(kept), "--update")
+    assert (code, updated["changes"]) == (0, document["changes"])

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 TOO_LARGE = 3
 """Exit code if a program, with all arrays of the script, needs more HBM than a device has."""
+CHANGED = 4
+"""Exit code if the script's programs are not those that `--golden` keeps."""
 PLACE = "{}"
 """Placeholder for the batch size in the script's arguments."""
 TILE = 8
@@ -59,41 +61,79 @@ def fits(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="Longest time for everything.")
     ] = 3600,
+    golden: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the programs as text here; later, print what has changed."),
+    ] = None,
+    update: Annotated[bool, typer.Option("--update", help="Replace what --golden keeps.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Find out without a TPU whether a script fits one, and how fast it can be there.
 
     Trains a few steps on an emulated TPU, and compiles each program for the real one with libtpu. Options
-    that are not listed here are the script's; after --, all are. Exit code 3: it needs too much HBM.
+    that are not listed here are the script's; after --, all are. Exit code 3: it needs too much HBM;
+    4: its programs are not those of --golden.
     """
     # SystemExit unwinds the run's context managers, as KeyboardInterrupt does, so no process is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with plain_errors(as_json):
+        check_golden(golden, update, find_batch)
         with status_line() as status:
-            checker = ScriptChecker.prepare(on, steps, timeout, status)
+            checker = ScriptChecker.prepare(on, steps, timeout, status, golden)
             if find_batch is None:
                 script, largest = checker.check(command), None
             else:
                 script, largest = checker.find_batch(command, find_batch)
-        raise typer.Exit(finish(checker, script, largest, as_json))
+        raise typer.Exit(finish(checker, script, largest, as_json, update=update))
 
 
-def finish(checker: ScriptChecker, script: CheckedScript, largest: int | None, as_json: bool) -> int:
-    """Print whether the script fits, and return the exit code."""
+def check_golden(golden: Path | None, update: bool, find_batch: int | None) -> None:
+    """Check the options that keep programs.
+
+    Raises:
+        UsageError: they do not go together, or the directory is a file.
+    """
+    if update and golden is None:
+        raise UsageError("--update has nothing to replace", where="--update", fix="Add --golden DIR.")
+    if golden is not None and find_batch is not None:
+        raise UsageError(
+            "--golden keeps the programs of one batch size, and --find-batch tries several",
+            where=f"--golden {golden}",
+            fix="Leave one of them out.",
+        )
+    if golden is not None and golden.exists() and not golden.is_dir():
+        raise UsageError(f"{golden} is no directory", where=f"--golden {golden}", fix="Name another one.")
+
+
+def finish(
+    checker: ScriptChecker,
+    script: CheckedScript,
+    largest: int | None,
+    as_json: bool,
+    *,
+    update: bool = False,
+) -> int:
+    """Print whether the script fits and what has changed, and return the exit code."""
     # Imported here, because it needs the bridge, whose absence `prepare` reports first.
     from polyxla_tools.fits import report
 
+    changes = checker.compare(script, update=update)
     if as_json:
         document = report.as_json(checker.target, checker.version, script)
-        print_json(document if largest is None else {**document, "largest_batch": largest})
+        found = {"largest_batch": largest, "changes": changes}
+        print_json(document | {name: value for name, value in found.items() if value is not None})
     else:
         for line in report.as_text(checker.target, checker.version, script):
             typer.echo(line)
         if largest is not None:
             typer.echo(f"largest batch that fits: {largest}" if largest else "no batch fits, not even 1")
+        for line in changes or ():
+            typer.echo(line)
     if script.is_too_large(checker.target):
         return TOO_LARGE
-    return 0 if script.fits(checker.target) else 1
+    if not script.fits(checker.target):
+        return 1
+    return CHANGED if changes and not update else 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +149,7 @@ class ScriptChecker:
         end: when the time is over, on the monotonic clock.
         environ: this process's.
         status: shows what is being done.
+        golden: the directory in which programs are kept as text; None for none.
     """
 
     framework: Framework
@@ -119,9 +160,12 @@ class ScriptChecker:
     end: float
     environ: Mapping[str, str]
     status: StatusLine
+    golden: Path | None = None
 
     @classmethod
-    def prepare(cls, on: str, steps: int, timeout_s: float, status: StatusLine) -> ScriptChecker:
+    def prepare(
+        cls, on: str, steps: int, timeout_s: float, status: StatusLine, golden: Path | None = None
+    ) -> ScriptChecker:
         """Check all that can be checked before the script runs.
 
         Raises:
@@ -153,12 +197,13 @@ class ScriptChecker:
         version = importlib.metadata.version("libtpu")
         # One deadline for everything: the search for a batch size runs the script several times.
         end = time.monotonic() + timeout_s
-        return cls(framework, target, library, version, steps, end, environ, status)
+        return cls(framework, target, library, version, steps, end, environ, status, golden)
 
     def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> CheckedScript:
         """Run the script, compile its programs, and return what libtpu made of them."""
         from polyxla_tools.fits.compiling import CompileProcess, memory_peaks
         from polyxla_tools.fits.emulated_run import EmulatedRun
+        from polyxla_tools.fits.golden import canonical
         from polyxla_tools.fits.report import CheckedProgram, CheckedScript
 
         checked: list[CheckedProgram] = []
@@ -170,7 +215,9 @@ class ScriptChecker:
             with CompileProcess(self.library, self.target, self.environ) as compiler:
                 for number, program in enumerate(programs, 1):
                     self.status.detail(f"{number} of {len(programs)}, {program.line or program.name}")
-                    checked.append(CheckedProgram(program, compiler.compile(program, self._left())))
+                    text = canonical(program.hlo.read_bytes()) if self.golden else ""
+                    result = compiler.compile(program, self._left())
+                    checked.append(CheckedProgram(program, result, text))
                     # The search needs no more than that: compiling the other programs takes minutes.
                     if stops_when_too_large and checked[-1].result.is_too_large:
                         return CheckedScript(checked)
@@ -219,6 +266,33 @@ class ScriptChecker:
         largest = largest_fitting(is_fitting, first)
         # If none fits, the smallest size shows best what is in the way.
         return tried[largest or min(tried)], largest
+
+    def compare(self, script: CheckedScript, *, update: bool) -> list[str] | None:
+        """Return what has changed in the programs that are kept; None if none are to be kept.
+
+        Args:
+            script: what was checked. It is kept if nothing is yet.
+            update: whether it is kept in place of the earlier one.
+
+        Raises:
+            UsageError: what is kept cannot be read, or written.
+        """
+        if self.golden is None:
+            return None
+        from polyxla_tools.fits.golden import Golden
+
+        now = Golden.of(script, self.target, self.version)
+        before = Golden.read(self.golden)
+        if before is None or update:
+            try:
+                now.write(self.golden)
+            except OSError as error:
+                fix = "Name a directory that you may write to."
+                raise UsageError(str(error), where=f"--golden {self.golden}", fix=fix) from error
+            say(f"{len(now.programs)} programs are kept in {self.golden}")
+        if before is None:
+            return []
+        return list(before.changes(now))
 
     def _left(self) -> float:
         left = self.end - time.monotonic()

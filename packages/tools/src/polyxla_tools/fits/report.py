@@ -23,10 +23,17 @@ WIDTH = 8
 
 @dataclass(frozen=True)
 class CheckedProgram:
-    """A program and what libtpu made of it."""
+    """A program and what libtpu made of it.
+
+    Attributes:
+        program: it.
+        result: of its compilation.
+        text: its HLO without names, if programs are kept.
+    """
 
     program: CollectedProgram
     result: CompileResult
+    text: str = ""
 
     @property
     def where(self) -> str:
