@@ -86,7 +86,7 @@ class Loader(SourceFileLoader):
         """Find no compiled file: it would be without the changes."""
         raise OSError(path)
 
-    def source_to_code(self, data: Any, path: Any, **_: Any) -> Any:
+    def source_to_code(self, data: Any, path: Any, **_: Any) -> Any:  # type: ignore[override]
         """Compile the changed source."""
         tree = ast.fix_missing_locations(OfDevice().visit(ast.parse(data)))
         return compile(tree, path, "exec", dont_inherit=True)
@@ -280,7 +280,7 @@ def _always(*_: object, **__: object) -> Any:
 
 
 group = Group()
-sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
+sys.meta_path.insert(0, Finder())
 _init = dist.init_process_group
 any_torch: Any = torch
 module = getattr(any_torch, DEVICE)
@@ -289,9 +289,9 @@ if DEVICE == "tpu":
     torch.accelerator.device_count = lambda: CHIPS
     torch.accelerator.set_device_index = _do_nothing
     # TorchTPU has what CUDA's tests call, and lets torch alone call it.
-    from torch_tpu._internal.utils import annotations
+    from torch_tpu._internal.utils import annotations as restrictions
 
-    annotations._internal_apis_allowed_for_testing = True  # noqa: SLF001
+    restrictions._internal_apis_allowed_for_testing = True  # noqa: SLF001
 
 # These find the device when they are imported.
 from torch.distributed.pipelining import _utils as pipelining  # noqa: E402, TID253
@@ -316,7 +316,7 @@ for any_base, set_up in (
     base.setUp, base._spawn_processes = set_up, _do_nothing  # noqa: SLF001
 continuous.setUpClass, continuous.tearDownClass = classmethod(_set_up_class), classmethod(_do_nothing)
 continuous.world_size = 2
-dist.init_process_group = dist.distributed_c10d.init_process_group = group.init  # type: ignore[assignment]
+dist.init_process_group = dist.distributed_c10d.init_process_group = group.init
 for any_base in (dtensor, sharded):
     base = any_base
     base.init_pg, base.destroy_pg = group.init, group.destroy

@@ -86,7 +86,7 @@ class Tests:
 
     def _attempt(self, size: int, tests: Sequence[str], journal: Path) -> str:
         """Run what is left in some replicas, until one of them ends; return why they did not go on."""
-        run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
+        run: tuple[str, ...] = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
         environ = {**snapshot(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         if not self.gloo:
             tpu = next(chips for chips in TPUS if chips >= size)
