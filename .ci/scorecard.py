@@ -32,7 +32,7 @@ from xml.etree import ElementTree as ET
 from suites import SUITES, Program, Suite
 
 from polyxla.plugin import snapshot
-from polyxla_tools.fits.emulated_run import end_group
+from polyxla_tools.fits.emulated_run import end_group, ending_with_this_process
 
 ROOT = Path(__file__).parent.parent
 SCORECARDS = Path(__file__).with_name("scorecards")
@@ -103,7 +103,7 @@ def run(suite: Suite, program: Program, root: Path, logs: Path) -> dict[str, str
     with (logs / f"{stem}.log").open("w") as log:
         ended = _end(
             subprocess.Popen(
-                [sys.executable, *program.arguments, *options],
+                [*ending_with_this_process(), sys.executable, *program.arguments, *options],
                 env=environ | {"PYTHONPATH": os.pathsep.join(map(str, suite.paths(root)))},
                 cwd=suite.paths(root)[0],
                 stdin=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from xml.etree import ElementTree as ET
 
 from scorecard import NOT_RUN, Expected
 
-from polyxla_tools.fits.emulated_run import end_group
+from polyxla_tools.fits.emulated_run import end_group, ending_with_this_process
 
 LIMIT_S = 300.0
 """For a test, and for the start of the process."""
@@ -34,7 +34,14 @@ def run(options: Sequence[str], journal: Path) -> dict[str, str]:
     while True:
         before = journal.stat().st_size
         # C++ writes why it aborts.
-        command = [sys.executable, *PYTEST, "--capture=sys", f"--journal={journal}", *options]
+        command = [
+            *ending_with_this_process(),
+            sys.executable,
+            *PYTEST,
+            "--capture=sys",
+            f"--journal={journal}",
+            *options,
+        ]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             why = _wait(process, journal)

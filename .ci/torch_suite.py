@@ -22,7 +22,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from polyxla.plugin import POLYXLA_EMULATE, snapshot
-from polyxla_tools.fits.emulated_run import end_group
+from polyxla_tools.fits.emulated_run import end_group, ending_with_this_process
 
 LIMIT_S, START_LIMIT_S = 120.0, 400.0
 """For a test or a subtest of it, and for the start of the replicas, which import all files."""
@@ -92,7 +92,16 @@ class Tests:
             tpu = next(chips for chips in TPUS if chips >= size)
             run = ("polyxla", "run", "--each", "--devices", str(size))
             environ = {**snapshot(), POLYXLA_EMULATE: f"v5e-{tpu}"}
-        command = (sys.executable, "-m", *run, *PYTEST, f"--journal={journal}", *self.options, *tests)
+        command = (
+            *ending_with_this_process(),
+            sys.executable,
+            "-m",
+            *run,
+            *PYTEST,
+            f"--journal={journal}",
+            *self.options,
+            *tests,
+        )
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             return _wait(process, journal)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from polyxla_testing.processes import is_alive, wait_until
 from polyxla_tools.fits.collected import CollectedProgram
 from polyxla_tools.fits.emulated_run import EmulatedRun, ScriptFailedError
 from polyxla_tools.fits.target import TargetTpu, installed_framework
@@ -95,3 +99,25 @@ def test_a_script_that_takes_too_long_is_ended(clean_environ: dict[str, str], tm
     script.write_text("import time\ntime.sleep(1000)")
     with pytest.raises(ScriptFailedError, match=r"in 8 s \(--timeout\)"):
         collect([str(script)], "v5e-1", tmp_path / "programs", clean_environ, timeout_s=8)
+
+
+def test_a_killed_command_leaves_no_script(clean_environ: dict[str, str], tmp_path: Path) -> None:
+    script, started = tmp_path / "script.py", tmp_path / "pid"
+    script.write_text(
+        f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)"
+    )
+    collecting = f"""if True:
+        from pathlib import Path
+        from integration.test_fits import collect
+        import os
+        collect([{str(script)!r}], "v5e-1", Path({str(tmp_path / "programs")!r}), dict(os.environ))"""
+    root = Path(__file__).parents[1]
+    with subprocess.Popen([sys.executable, "-c", collecting], env=clean_environ, cwd=root) as process:
+        wait_until(lambda: started.exists() and bool(started.read_text()), "start of the script", 100)
+        process.kill()
+    pid = int(started.read_text())
+    try:
+        wait_until(lambda: not is_alive(pid), "end of the script", 30)
+    finally:
+        if is_alive(pid):
+            os.kill(pid, 9)

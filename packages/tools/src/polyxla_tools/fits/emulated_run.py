@@ -22,6 +22,13 @@ TICK_S = 0.5
 GRACE_S = 10.0
 """Time for the script's processes to end after SIGTERM, in seconds, before they are killed."""
 SHOWN_LINES = 20
+_UNTIL_PARENT_ENDS = """if True:
+    import ctypes, os, signal, sys
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    # The parent may have ended before.
+    if os.getppid() == int(sys.argv[1]):
+        os.execv(sys.argv[2], sys.argv[2:])"""
+"""Source: PR_SET_PDEATHSIG in ``man 2 prctl``."""
 REPLACED = (POLYXLA_DEVICES, POLYXLA_DEVICE_MEMORY, "PJRT_DEVICE")
 """Variables that choose other devices, which would contradict ``--on``, or limit the emulated memory."""
 
@@ -65,7 +72,7 @@ class EmulatedRun:
         logs, output = Logs(directory), directory / "output"
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "polyxla", "run", *self.command],
+                [*ending_with_this_process(), sys.executable, "-m", "polyxla", "run", *self.command],
                 env=self.environ(environ, directory),
                 # A script that asks a question fails at once, instead of waiting until the time is over.
                 stdin=subprocess.DEVNULL,
@@ -142,6 +149,15 @@ class EmulatedRun:
             POLYXLA_LIBTPU_PROGRAMS: str(directory),
             **self.framework.variables,
         }
+
+
+def ending_with_this_process() -> tuple[str, ...]:
+    """Return what to put before a command to which the kernel is to send SIGTERM when this process ends.
+
+    An endless script would otherwise outlive a command that is killed. The thread that starts it must be the
+    main one: the kernel looks at the thread.
+    """
+    return (sys.executable, "-I", "-S", "-c", _UNTIL_PARENT_ENDS, str(os.getpid()))
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
