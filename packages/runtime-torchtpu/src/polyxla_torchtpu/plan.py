@@ -11,6 +11,7 @@ from polyxla.plugin import (
     GENERATIONS,
     LOCALHOST,
     ONE,
+    POLYXLA_EMULATE_NUMERICS,
     AcceleratorType,
     Bounds,
     ChipPlan,
@@ -22,6 +23,7 @@ from polyxla.plugin import (
     join,
     plan_chips,
     say_once,
+    snapshot,
     this_slice,
     torchrun,
     tpu_env,
@@ -76,7 +78,10 @@ class TorchTpuPlan(ChipPlan):
         if self.is_cpu:
             count = self.layout.replicas
             replicas = "1 replica" if count == 1 else f"{count} replicas"
-            say_once(f"no TPU is here: the CPU emulates {replicas}; names are a TPU's, numbers the CPU's")
+            whose = "names are a TPU's, numbers the CPU's"
+            if snapshot().get(POLYXLA_EMULATE_NUMERICS):
+                whose = "names and products of float32 are a TPU's, other numbers the CPU's"
+            say_once(f"no TPU is here: the CPU emulates {replicas}; {whose}")
         else:
             super().say()
 
