@@ -65,7 +65,7 @@ def test_torchrun_starts_a_process_for_each_device_of_a_chip(run: Run, tpu: str,
 def test_a_program_runs_once_in_each_replica(run: Run) -> None:
     done = run("v4-8", *POLYXLA_RUN, "--each", str(PROGRAMS / "rank_and_launches.py"))
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [f"{rank}: mean 1.5, launch [[0, 1, 2, 3]]" for rank in range(4)]
+    lines = [f"{rank} of 4: mean 1.5, launch [[0, 1, 2, 3]]" for rank in range(4)]
     assert sorted(done.stdout.splitlines()) == lines
 
 

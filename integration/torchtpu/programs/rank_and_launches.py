@@ -21,10 +21,13 @@ def gather(replica: Replica) -> list[int]:
 rank = int(os.environ["RANK"])
 if sys.argv[1:] and rank == 1:
     sys.exit(3)
+# Programs for torchrun ask for it before they open a device.
+devices = torch.accelerator.device_count()
 dist.init_process_group("tpu_dist")
 layer = torch.nn.Linear(1, 1, bias=False).to("tpu")
 torch.nn.init.zeros_(layer.weight)
 model = DistributedDataParallel(layer)
 model(torch.tensor([[float(rank)]], device="tpu")).sum().backward()
-print(f"{rank}: mean {layer.weight.grad.item()}, launch {polyxla.launch(gather)}\n", end="", flush=True)
+mean = layer.weight.grad.item()
+print(f"{rank} of {devices}: mean {mean}, launch {polyxla.launch(gather)}\n", end="", flush=True)
 dist.destroy_process_group()

@@ -42,7 +42,7 @@ from polyxla_torchtpu import env
 
 BACKEND = "tpu_dist"
 """TorchTPU's name of its process groups."""
-_EXPERIMENTAL = r"<TorchTpu/ApiStage/ExperimentalApi/> (the TORCH_TPU_|'default_generators')"
+_EXPERIMENTAL = r"<TorchTpu/ApiStage/ExperimentalApi/> (the TORCH_TPU_|'default_generators'|is_initialized)"
 """How TorchTPU warns of what may change in later versions."""
 _library = torch.library.Library("aten", "IMPL")
 _torchs_batch_norm = F.batch_norm

@@ -87,13 +87,17 @@ def open_replication(
     own = {env.TORCH_DEVICE_BACKEND_AUTOLOAD: environ.get(env.TORCH_DEVICE_BACKEND_AUTOLOAD, "1")}
     update_environ(own)
     if place.plan.layout.replicas == 1:
-        return SingleReplication(place.plan.kind, environ)
+        single = SingleReplication(place.plan.kind, environ)
+        single.open_device()
+        return single
     world = place.plan.layout.world(place.process, 0)
-    with sigterm_ends_quietly():
-        replication = MultiReplication(world, place.plan.kind, environ)
-    # A program may call init_process_group itself, and torch allows only one; without that, the first
-    # collective makes it.
+    replication = MultiReplication(world, place.plan.kind, environ)
+    # TorchTPU counts all devices of the host until one is open, and one from then on; a program for torchrun
+    # asks for several. It may also call init_process_group itself, and torch allows only one; without that,
+    # the first collective makes the group.
     if not is_program:
+        with sigterm_ends_quietly():
+            replication.open_device()
         replication.join_group()
     return replication
 
@@ -110,7 +114,9 @@ class TorchTpuReplication(Replication):
         self.kind = kind
         self._input_timeout_s = timeout_s(environ, POLYXLA_INPUT_TIMEOUT_S)
         self.device = torch.device("tpu", 0)
-        # The device is opened here, not at the first step.
+
+    def open_device(self) -> None:
+        """Open the device now, not at the first step."""
         torch.zeros((), device=self.device).cpu()
 
     def sync(self, wait: bool = False) -> None:
@@ -151,8 +157,9 @@ class TorchTpuReplication(Replication):
         return "\n".join(f"{name}: {value}" for name, value in counts._asdict().items())
 
     def close(self) -> None:
-        """Wait until the device has finished the submitted work."""
-        torch.accelerator.synchronize()
+        """Wait until the device has finished the submitted work, if it was opened."""
+        if torch.tpu.is_initialized():  # type: ignore[attr-defined]
+            torch.accelerator.synchronize()
 
 
 @contextlib.contextmanager
