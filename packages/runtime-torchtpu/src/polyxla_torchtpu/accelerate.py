@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from polyxla import UsageError
 from polyxla.plugin import EmulatedTpu, attached_chips, snapshot, tpu_env
-from polyxla_torchtpu.framework import BACKEND, let_fsdp_move
+from polyxla_torchtpu.framework import BACKEND
 
 TESTED = "1.15"
 """The release of Accelerate that the tests run with: what is changed below are its private parts."""
@@ -286,7 +286,6 @@ def _generator() -> torch.Generator:
 MODULES: dict[str, Callable[[Any], None]] = {
     "accelerate": _teach_accelerate,
     "accelerate.commands.launch": _teach_launch,
-    "torch.distributed.fsdp._fully_shard._fsdp_init": let_fsdp_move,
     "transformers.trainer": _teach_transformers,
 }
 """What is changed, by the module that a program imports."""

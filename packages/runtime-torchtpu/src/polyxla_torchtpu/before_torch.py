@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 
-TAUGHT = (
-    "accelerate",
-    "accelerate.commands.launch",
-    "torch.distributed.fsdp._fully_shard._fsdp_init",
-    "transformers.trainer",
-)
-"""The modules that `polyxla_torchtpu.accelerate` changes."""
+ACCELERATE, FSDP = "polyxla_torchtpu.accelerate", "polyxla_torchtpu.fsdp"
+TAUGHT = {
+    "accelerate": ACCELERATE,
+    "accelerate.commands.launch": ACCELERATE,
+    "torch.distributed.fsdp._fully_shard._fsdp_init": FSDP,
+    "transformers.trainer": ACCELERATE,
+}
+"""Modules that are changed after their import, and the modules whose `teach` changes them."""
 
 
 class BeforeTorch:
@@ -40,16 +41,15 @@ class BeforeTorch:
 
 
 def changed(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Find a module that `polyxla_torchtpu.accelerate` changes after it was imported."""
+    """Find a module that is changed after it was imported."""
+    from importlib import import_module
     from importlib.machinery import PathFinder, SourceFileLoader
     from types import ModuleType
 
     class Loader(SourceFileLoader):
         def exec_module(self, module: ModuleType) -> None:
             super().exec_module(module)
-            from polyxla_torchtpu.accelerate import teach
-
-            teach(module)
+            import_module(TAUGHT[name]).teach(module)
 
     spec = PathFinder.find_spec(name, path)
     if spec is not None and isinstance(spec.loader, SourceFileLoader):

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from polyxla.plugin import (
     GENERATION_BY_DEVICE,
@@ -219,36 +218,6 @@ def _avg_pool1d(
         count_include_pad,
     )
     return plane.squeeze(-2)
-
-
-def let_fsdp_move(module: Any) -> None:
-    """Let `fully_shard` take a module that is on the CPU, from now on, also on a real TPU.
-
-    It moves parameters by setting their data, which torch refuses between the CPU and TorchTPU.
-
-    Args:
-        module: that in which torch does so.
-    """
-    move = module._move_states_to_device
-
-    @functools.wraps(move)
-    def move_states(params: Sequence[Any], buffers: Sequence[Any], device: torch.device) -> None:
-        for tensor in (*params, *buffers) if device.type == "tpu" else ():
-            # torch itself swaps those that consist of others.
-            if tensor.device.type == "cpu" and not is_traceable_wrapper_subclass(tensor):
-                _move(tensor, device)
-        move(params, buffers, device)
-
-    module._move_states_to_device = move_states
-
-
-def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    moved = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-    if isinstance(tensor, torch.nn.Parameter):
-        moved = torch.nn.Parameter(moved.detach(), tensor.requires_grad)
-    # Otherwise the tensor would lose its attributes.
-    moved.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, moved)
 
 
 @functools.cache
