@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from polyxla_testing import RuntimeUnderTest
+
 PROGRAM = Path(__file__).parent / "programs" / "products.py"
 PAGE = Path(__file__).parents[1] / "docs" / "precision.md"
 
@@ -34,17 +36,21 @@ def computed(file: Path, numerics: str = "") -> dict[str, tuple[list[torch.Tenso
     return found
 
 
-def test_products_and_gradients_are_those_of_rounded_operands(tmp_path: Path) -> None:
+def test_products_and_gradients_are_those_of_rounded_operands(
+    runtime: RuntimeUnderTest, tmp_path: Path
+) -> None:
     on_tpu, on_cpu = (computed(tmp_path / f"of-{numerics}.pt", numerics) for numerics in ("tpu", ""))
     for name, (tensors, _) in on_tpu.items():
-        for found, exact, rounded in zip(tensors, *on_cpu[name], strict=True):
-            assert torch.equal(found, rounded), name
+        for number, (found, exact, rounded) in enumerate(zip(tensors, *on_cpu[name], strict=True)):
+            # TorchTPU computes the gradient of softmax by one more product, which is rounded too.
+            is_rounded_twice = name == "attention" and number > 0 and runtime.name == "torchtpu"
+            assert torch.equal(found, rounded) != is_rounded_twice, name
             assert not torch.equal(found, exact), name
 
 
 def test_another_value_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path / "none.pt", "bf16")
-    assert done.returncode == 1
+    assert done.returncode > 0
     assert "POLYXLA_EMULATE_NUMERICS='bf16' is not 'tpu'" in done.stderr
     assert "Write that, or unset it." in done.stderr
 

@@ -57,7 +57,8 @@ def prepare(
         UsageError: there is no module, nothing to train on, or a batch that cannot be divided.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
+        # The module is made on the CPU. torch.manual_seed would also open TorchTPU's device in this process.
+        torch.default_generator.manual_seed(SEED)
         module = make_module()
         if not isinstance(module, nn.Module):
             raise UsageError(
