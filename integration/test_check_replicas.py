@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,27 @@ def plain() -> nn.Module:
     return Mnist(lambda _: nn.Identity())
 
 
+def checked(module: str, environ: Mapping[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the command on a module of this file."""
+    command = (
+        sys.executable,
+        "-m",
+        "polyxla",
+        "check-replicas",
+        *options,
+        f"integration.test_check_replicas:{module}",
+    )
+    return subprocess.run(
+        command,
+        env={**os.environ, **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("make", [plain, synchronized])
 def test_the_mnist_model_trains_equally_on_several_replicas(runtime: RuntimeUnderTest, make: Any) -> None:
@@ -96,16 +118,8 @@ def test_the_mnist_model_trains_equally_on_several_replicas(runtime: RuntimeUnde
 
 @pytest.mark.long
 def test_batch_norm_is_reported_and_makes_a_difference(runtime: RuntimeUnderTest) -> None:
-    command = ["check-replicas", "--runtime", runtime.name, "--devices", "2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "polyxla", *command, "integration.test_check_replicas:Mnist"],
-        env={**os.environ, **runtime.environ},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    options = ("--runtime", runtime.name, "--devices", "2", "--json")
+    done = checked("Mnist", runtime.environ, *options)
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert (report["devices"], report["steps"], report["within"]) == (2, 10, False)
@@ -121,16 +135,8 @@ def test_a_summed_loss_is_found(runtime: RuntimeUnderTest) -> None:
 
 @pytest.mark.emulated_tpu
 def test_a_tpus_products_are_compared_with_exact_ones() -> None:
-    command = ["check-replicas", "--numerics", "--steps", "2", "--tolerance", "0.01"]
-    done = subprocess.run(
-        [sys.executable, "-m", "polyxla", *command, "integration.test_check_replicas:plain"],
-        env={**os.environ, "POLYXLA_EMULATE": "v5e-1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    options = ("--numerics", "--steps", "2", "--tolerance", "0.01")
+    done = checked("plain", {"POLYXLA_EMULATE": "v5e-1"}, *options)
     assert done.returncode == 0, done.stderr
     how = "2 steps with a TPU's products of float32 and with exact ones: the largest relative difference is"
     assert done.stdout.startswith(how)
