@@ -16,6 +16,7 @@ import pytest
 from polyxla import UsageError
 from polyxla_testing.processes import wait_for_end_of, wait_until
 from polyxla_tools.warm.facts import autogroup_priority
+from polyxla_tools.warm.imports import Reads, relevant
 from polyxla_tools.warm.sockets import find_sockets, new_socket
 
 if TYPE_CHECKING:
@@ -216,3 +217,9 @@ def _wheel(directory: Path, version: str) -> str:
         for name, text in {**files, f"{info}/RECORD": record}.items():
             archive.writestr(name, text)
     return str(path)
+
+
+def test_variables_that_torchtpu_reads_when_it_is_imported_must_be_the_same() -> None:
+    # With the first, which `polyxla fits` sets, it waits for each operation.
+    environ = {"TORCH_TPU_LAUNCH_BLOCKING": "1", "TORCH_TPU_TOPOLOGY": "2,2,1"}
+    assert relevant(Reads(), environ) == {"TORCH_TPU_LAUNCH_BLOCKING"}

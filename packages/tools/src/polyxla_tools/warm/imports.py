@@ -28,8 +28,15 @@ read in C while they start or are imported.
 Source: a list of their calls of getenv, made with torch 2.9.1, torch_xla 2.9.0 and jax 0.10.2; LD_, GLIBC_
 and MALLOC_ are the C library's own.
 """
-READ_LATER = ("TORCH_TPU_", "XLA_DENSE_GATHER_FACTOR", "XLA_DENSE_SCATTER_FACTOR", "XLA_THREAD_POOL_SIZE")
-"""Prefixes of variables that count when a device is opened, and not before.
+# fmt: off
+READ_LATER = (
+    "TORCH_TPU_BASE_PORT", "TORCH_TPU_DEVICES_PER_HOST", "TORCH_TPU_INTERNAL_HANDSHAKE_PORT",
+    "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH_TPU_XPROF_SESSION_ID",
+    "XLA_DENSE_GATHER_FACTOR", "XLA_DENSE_SCATTER_FACTOR", "XLA_THREAD_POOL_SIZE",
+)
+# fmt: on
+"""Variables that count when a device is opened, and not before. TorchTPU's import reads others, such
+as TORCH_TPU_LAUNCH_BLOCKING.
 
 polyxla sets them for programs and replicas. `Reads` still finds what Python code reads during the imports.
 """
