@@ -21,6 +21,7 @@ from polyxla.plugin import JsonFlag, pip_install, plain_errors, print_json, say,
 
 if TYPE_CHECKING:
     from polyxla_bridge.programs.executable import ArrayType
+    from polyxla_tools.fits.golden import Golden
     from polyxla_tools.fits.report import CheckedScript
     from polyxla_tools.fits.target import Framework, TargetTpu
 
@@ -150,6 +151,7 @@ class ScriptChecker:
         environ: this process's.
         status: shows what is being done.
         golden: the directory in which programs are kept as text; None for none.
+        before: what it keeps already; None for nothing.
     """
 
     framework: Framework
@@ -161,6 +163,7 @@ class ScriptChecker:
     environ: Mapping[str, str]
     status: StatusLine
     golden: Path | None = None
+    before: Golden | None = None
 
     @classmethod
     def prepare(
@@ -169,7 +172,7 @@ class ScriptChecker:
         """Check all that can be checked before the script runs.
 
         Raises:
-            UsageError: there is no such TPU, or the framework or its libtpu is missing.
+            UsageError: there is no such TPU, the framework or its libtpu is missing, or `golden` is damaged.
         """
         if importlib.util.find_spec("polyxla_bridge") is None:
             raise UsageError(
@@ -178,6 +181,7 @@ class ScriptChecker:
                 fix=f"Install it: {pip_install('polyxla-bridge')}",
             )
         # These modules import the bridge, so its absence is reported before.
+        from polyxla_tools.fits.golden import Golden
         from polyxla_tools.fits.target import TargetTpu, installed_framework
 
         framework = installed_framework()
@@ -197,7 +201,9 @@ class ScriptChecker:
         version = importlib.metadata.version("libtpu")
         # One deadline for everything: the search for a batch size runs the script several times.
         end = time.monotonic() + timeout_s
-        return cls(framework, target, library, version, steps, end, environ, status, golden)
+        # Read before the script runs: what is damaged must not cost the minutes of a compilation.
+        before = Golden.read(golden) if golden else None
+        return cls(framework, target, library, version, steps, end, environ, status, golden, before)
 
     def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> CheckedScript:
         """Run the script, compile its programs, and return what libtpu made of them."""
@@ -275,24 +281,21 @@ class ScriptChecker:
             update: whether it is kept in place of the earlier one.
 
         Raises:
-            UsageError: what is kept cannot be read, or written.
+            UsageError: it cannot be written.
         """
         if self.golden is None:
             return None
         from polyxla_tools.fits.golden import Golden
 
         now = Golden.of(script, self.target, self.version)
-        before = Golden.read(self.golden)
-        if before is None or update:
+        if self.before is None or update:
             try:
                 now.write(self.golden)
             except OSError as error:
                 fix = "Name a directory that you may write to."
                 raise UsageError(str(error), where=f"--golden {self.golden}", fix=fix) from error
             say(f"{len(now.programs)} programs are kept in {self.golden}")
-        if before is None:
-            return []
-        return list(before.changes(now))
+        return list(self.before.changes(now)) if self.before else []
 
     def _left(self) -> float:
         left = self.end - time.monotonic()
