@@ -203,19 +203,13 @@ def torchtitan(_: Path) -> Iterator[Program]:
         yield Program(name, (program, str(parts), *options.split()), {"TITAN_FOLDER": "LOGS"}, timeout_s=600)
 
 
-MINGPT = (
-    "minGPT-ddp/mingpt/main.py data_config.path=minGPT-ddp/mingpt/data/input.txt data_config.truncate=0.001 "
-    "gpt_config.n_layer=2 gpt_config.n_embd=64 trainer_config.max_epochs=1 trainer_config.batch_size=32 "
-    "trainer_config.data_loader_workers=0 trainer_config.save_every=1"
-)
-"""With its data from the checkout, not from GitHub, and a model that two cores can train."""
 EXAMPLES = (
     "ddp/example.py",
     "tensor_parallelism/tensor_parallel_example.py",
     "tensor_parallelism/sequence_parallel_example.py",
     "tensor_parallelism/fsdp_tp_example.py",
     "FSDP2/example.py",
-    MINGPT,
+    "minGPT-ddp/mingpt/main.py",
     "ddp-tutorial-series/multigpu.py 2 1",
     "ddp-tutorial-series/multigpu_torchrun.py 2 1",
     "ddp-tutorial-series/multinode.py 2 1",
