@@ -303,9 +303,7 @@ def test_options_of_a_tpus_compiler_do_not_reach_another(cpu_plugin: Path) -> No
             engine.close()
 
 
-def test_a_platform_that_is_no_tpu_gets_no_instructions_of_a_tpu(
-    cpu_plugin: Path,
-) -> None:
+def test_a_platform_that_is_no_tpu_gets_no_instructions_of_a_tpu(cpu_plugin: Path) -> None:
     # XLA's CPU client is treated here as a GPU's, which has no such instructions either.
     client = PluginClient(plugin.load(cpu_plugin), {"cpu_device_count": 1})
     client.platform = "cuda"

@@ -45,7 +45,6 @@ ENTRY main { x = f32[4] parameter(0) y = f32[4] parameter(1) s = f32[4] add(x, y
   ROOT t = (f32[4], f32[]) tuple(s, k) }"""
 DOUBLING = "HloModule doubling\nENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"
 ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
-# Runs long enough that whatever follows finds it running.
 DECOMPOSING = """HloModule decomposing
 ENTRY main { x = f32[2,2] parameter(0)
   ROOT r = (f32[2,2], s32[2], s32[2]) custom-call(x), custom_call_target="LuDecomposition" }"""
@@ -56,6 +55,7 @@ step { a = s64[] parameter(0) b = s64[] parameter(1) c = s64[] add(a, b)
 ENTRY main { x = s64[5] parameter(0) i = s64[] parameter(1)
   ROOT r = (s64[5], s64[]) scan(x, i), dimensions={0}, num_carries=1, is_associative=true, to_apply=step }"""
 """A cumulative sum as TorchTPU writes it, of integers beyond 32 bits."""
+# Runs long enough that whatever follows finds it running.
 SLOW = """HloModule slow
 body { p = (s32[], f32[4096]) parameter(0) i = s32[] get-tuple-element(p), index=0
   x = f32[4096] get-tuple-element(p), index=1 one = s32[] constant(1) j = s32[] add(i, one)

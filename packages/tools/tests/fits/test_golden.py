@@ -46,7 +46,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     GOLDEN.write(directory)
     assert Golden.read(directory) == GOLDEN
     assert list(GOLDEN.changes(GOLDEN)) == []
-    # A file of a program that is gone would be taken for one in a review.
+    # A reviewer would take the file that is left over for a program.
     dataclasses.replace(GOLDEN, programs=[FIRST]).write(directory)
     assert sorted(path.name for path in directory.iterdir()) == ["001.hlo", LIST]
 

@@ -94,7 +94,7 @@ def _finite(replacement: rewrite.Replacement, operand: int) -> int:
     """Add 0 in place of what is not finite: where an operand is infinite, what is left of it is NaN."""
     shape = replacement.original.shape
     zero, mask = Shape(element_type=shape.element_type), Shape()
-    # XLA reads no constant without a layout, also if it has no dimensions.
+    # XLA rejects a constant without a layout, even a scalar.
     zero.layout.SetInParent()
     mask.CopyFrom(shape)
     mask.element_type = hlo.PRED
