@@ -150,13 +150,18 @@ class Journal:
         """End the group that a test leaves."""
         result = yield
         if dist.is_initialized():
-            if not any(report.failed for report in self.reports):
+            try:
                 dist.barrier()
+            except Exception:
+                if not any(report.failed for report in self.reports):
+                    raise
+                # The test that failed has spoilt it for the next.
+                _end()
             dist.destroy_process_group()
         return result
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Remember how a part of a test ended. The first that fails ends it: the others may go on without."""
+        """Remember how a part of a test ended. One that fails in this replica only, or elsewhere, ends it."""
         self.reports.append(report)
         if not report.failed:
             # A part of a test is a sign of life.
@@ -167,10 +172,9 @@ class Journal:
         self.write(test=report.nodeid, outcome="failed", error=next(iter(lines), text[:200]))
         sys.stderr.write(f"replica {RANK}, {report.nodeid}:\n{text}\n")
         sys.stderr.flush()
-        if REPLICAS > 1 and (DEVICE == "tpu" or not group.fails()):
-            # The others write how they failed, before they are ended with this one.
-            time.sleep(1)
-            os._exit(1)
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if REPLICAS > 1 and not group.fails(f"{crash.path}:{crash.lineno}" if crash else text[:200]):
+            _end()
 
 
 class Group:
@@ -178,12 +182,12 @@ class Group:
 
     def __init__(self) -> None:
         self.store: Any = None
-        self.test, self.count = "", 0
+        self.test, self.count, self.failures = "", 0, 0
         self.directory = Path()
 
     def begin(self, test: str) -> None:
         """Begin with a test."""
-        self.test, self.count = test, 0
+        self.test, self.count, self.failures = test, 0, 0
 
     def init(self, *args: Any, **options: Any) -> None:
         """Stand in for ``init_process_group``."""
@@ -196,12 +200,13 @@ class Group:
             store = dist.PrefixStore(f"{self.test} {self.count}", self.store)
             _init(BACKEND, store=store, rank=RANK, world_size=REPLICAS)
 
-    def fails(self) -> bool:
-        """Return whether this test fails in all replicas, so that none of them waits for others."""
+    def fails(self, where: str) -> bool:
+        """Return whether this test fails in the same place in all replicas, so that none waits for others."""
         self._meet()
-        end = time.monotonic() + 3
-        self.store.add(f"{self.test} failed", 1)
-        while (count := self.store.add(f"{self.test} failed", 0)) < REPLICAS and time.monotonic() < end:
+        self.failures += 1
+        key, end = f"{self.test} failed {self.failures} {where}", time.monotonic() + 3
+        self.store.add(key, 1)
+        while (count := self.store.add(key, 0)) < REPLICAS and time.monotonic() < end:
             time.sleep(0.1)
         return bool(count == REPLICAS)
 
@@ -213,6 +218,12 @@ class Group:
         """Stand in for a base's way to end it."""
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _end() -> None:
+    # The others write how they failed, before they are ended with this one.
+    time.sleep(1)
+    os._exit(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

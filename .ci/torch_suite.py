@@ -3,9 +3,9 @@
 Usage: python .ci/torch_suite.py [--gloo] FILE ... --junitxml=REPORT [OPTION OF PYTEST ...]
 
 The tests run one after the other in the replicas of ``polyxla run --each``, on an emulated TPU with as many
-chips as they ask for. After one that fails, or that does not end, new replicas go on with those that are
-left. A test passed if all its replicas say so. What has run is kept beside the report: a run that is ended
-goes on where it stopped. With --gloo, the tests run in torchrun's processes on the CPU.
+chips as they ask for. After one that fails in some of them only, or does not end, new replicas go on with
+those that are left. A test passed if all its replicas say so. What has run is kept beside the report: a run
+that is ended goes on where it stopped. With --gloo, the tests run in torchrun's processes on the CPU.
 """
 
 from __future__ import annotations
@@ -110,21 +110,26 @@ class Tests:
 
     def _read(self, size: int, journal: Path, why: str) -> None:
         """Read what the replicas have written."""
-        ended: dict[str, list[str]] = {}
+        # By test, what each replica says.
+        ended: dict[str, dict[str, str]] = {}
         for path in sorted(journal.glob("*.jsonl")):
             for line in map(json.loads, path.read_text().splitlines()):
                 self.sizes |= line.get("sizes", {})
                 if test := line.get("test"):
-                    ended.setdefault(test, []).extend([line["outcome"]] if "outcome" in line else [])
+                    outcomes = ended.setdefault(test, {})
+                    if "outcome" in line:
+                        outcomes[path.stem] = line["outcome"]
                     if line.get("error"):
                         self.errors.setdefault(test, line["error"])
         found = {
-            test: next((kind for kind in ("failed", "skipped") if kind in outcomes), "passed")
+            test: next((kind for kind in ("failed", "skipped") if kind in outcomes.values()), "passed")
             for test, outcomes in ended.items()
-            if "failed" in outcomes or len(outcomes) == size
+            if "failed" in outcomes.values() or len(outcomes) == size
         }
-        # Several replicas end with a test that fails. If none did, the first that has not ended ended them.
-        if size == 1 or "failed" not in found.values():
+        # A test that fails in some replicas ends all. Without one, the first that has not ended ended them.
+        if all(
+            how != "failed" or [*ended[test].values()] == ["failed"] * size for test, how in found.items()
+        ):
             found |= dict.fromkeys([test for test in ended if test not in found][:1], why)
         self.outcomes |= found
 

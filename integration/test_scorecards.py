@@ -186,10 +186,8 @@ def test_replicas_that_a_test_ends_are_replaced_for_those_that_are_left(
     from torch_suite import Tests
 
     # What each replica writes before it ends, in each of the attempts.
-    sizes = {
-        "sizes": dict.fromkeys(["a.py::Some::passes", "a.py::Some::fails", "b.py::hangs", "b.py::skips"], 2)
-    }
-    sizes["sizes"] |= {"b.py::is_alone": 1}
+    names = ("a.py::Some::passes", "a.py::Some::fails", "b.py::hangs", "b.py::fails_alike", "b.py::hangs_too")
+    sizes = {"sizes": dict.fromkeys((*names, "b.py::skips"), 2) | {"b.py::is_alone": 1}}
     attempts: list[list[list[tuple[str, str]]]] = [
         [[], [], [], []],
         [
@@ -197,6 +195,8 @@ def test_replicas_that_a_test_ends_are_replaced_for_those_that_are_left(
             [("a.py::Some::passes", "passed"), ("a.py::Some::fails", "failed")],
         ],
         [[("b.py::hangs", ""), ("b.py::skips", "skipped")], [("b.py::hangs", "")]],
+        # Replicas that have failed alike go on.
+        [[("b.py::fails_alike", "failed"), ("b.py::hangs_too", "")]] * 2,
         [[("b.py::skips", "skipped")], [("b.py::skips", "skipped")]],
         [[("b.py::is_alone", "passed")]],
     ]
@@ -217,8 +217,9 @@ def test_replicas_that_a_test_ends_are_replaced_for_those_that_are_left(
     tests.run()
     assert asked == [
         (4, ["a.py", "b.py"]),
-        (2, ["passes", "fails", "hangs", "skips"]),
-        (2, ["hangs", "skips"]),
+        (2, ["passes", "fails", "hangs", "fails_alike", "hangs_too", "skips"]),
+        (2, ["hangs", "fails_alike", "hangs_too", "skips"]),
+        (2, ["fails_alike", "hangs_too", "skips"]),
         (2, ["skips"]),
         (1, ["is_alone"]),
     ]
@@ -227,6 +228,8 @@ def test_replicas_that_a_test_ends_are_replaced_for_those_that_are_left(
         "a.py::Some::passes": "passed",
         "a.py::Some::fails": "failed",
         "b.py::hangs": "not over after 120 s",
+        "b.py::fails_alike": "failed",
+        "b.py::hangs_too": "not over after 120 s",
         "b.py::skips": "skipped",
         "b.py::is_alone": "passed",
     }
