@@ -78,6 +78,7 @@ SCORECARDS = {
     "operators": ("torchtpu", "torch"),
     "torch": ("torchtpu", "torch"),
     "fsdp2": ("torchtpu", "torch"),
+    "device-mesh": ("torchtpu", "torch"),
     "pipelining": ("torchtpu", "torch"),
     "accelerate": ("torchtpu", "accelerate"),
     "examples": ("torchtpu", "examples"),

@@ -283,6 +283,7 @@ SUITES = {
         "dtensor", "test/distributed/_tensor", "test_api.py", "test_dtensor.py", "test_redistribute.py"
     ),
     "fsdp2": torch_suite("fsdp2", "test/distributed/_composable/fsdp", "test_*.py"),
+    "device-mesh": torch_suite("device-mesh", "test/distributed", "test_device_mesh.py"),
     "pipelining": torch_suite("pipelining", "test/distributed/pipelining", "test_*.py"),
     "accelerate": Suite(
         "Accelerate's own test scripts on TorchTPU and an emulated v4-8, in two processes.",

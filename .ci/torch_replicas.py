@@ -198,7 +198,11 @@ class Group:
             self._meet()
             self.count += 1
             store = dist.PrefixStore(f"{self.test} {self.count}", self.store)
-            _init(BACKEND, store=store, rank=RANK, world_size=REPLICAS)
+            _init(BACKEND, store=store, rank=RANK, world_size=REPLICAS, device_id=options.get("device_id"))
+
+    def init_dtensor(self, eager_init: bool = False, *_: object) -> None:
+        """Stand in for ``init_pg`` of DTensor's base, which can bind a device to the group."""
+        self.init(device_id=torch.device(DEVICE, 0) if eager_init else None)
 
     def fails(self, where: str) -> bool:
         """Return whether this test fails in the same place in all replicas, so that none waits for others."""
@@ -328,10 +332,9 @@ for any_base, set_up in (
 continuous.setUpClass, continuous.tearDownClass = classmethod(_set_up_class), classmethod(_do_nothing)
 continuous.world_size = 2
 dist.init_process_group = dist.distributed_c10d.init_process_group = group.init
-for any_base in (dtensor, sharded):
-    base = any_base
-    base.init_pg, base.destroy_pg = group.init, group.destroy
 any_dtensor: Any = dtensor
+any_dtensor.init_pg, sharded.init_pg = group.init_dtensor, group.init
+any_dtensor.destroy_pg = sharded.destroy_pg = group.destroy
 any_dtensor.device_type = property(lambda _: DEVICE)
 sharded.init_comms, sharded.destroy_comms = group.init, group.destroy
 any_sharded: Any = sharded_tensor
