@@ -242,15 +242,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Any:
+def pytest_runtest_makereport(item: Any, call: Any) -> Any:
     """Skip a test that ends its process, as PyTorch's do where they do not apply."""
-    try:
-        return (yield)
-    except SystemExit as end:
+    report = yield
+    end = call.excinfo.value if call.excinfo else None
+    if isinstance(end, SystemExit):
         skips = common_distributed.TEST_SKIPS.items()
-        pytest.skip(
-            next((name for name, skip in skips if skip.exit_code == end.code), f"exit code {end.code}")
-        )
+        reason = next((name for name, skip in skips if skip.exit_code == end.code), f"exit code {end.code}")
+        report.outcome, report.longrepr = "skipped", (*item.location[:2], reason)
+    return report
 
 
 def _size(item: Any) -> int:
@@ -340,13 +340,14 @@ sharded.init_comms, sharded.destroy_comms = group.init, group.destroy
 any_sharded: Any = sharded_tensor
 any_sharded.with_comms.__defaults__ = (None, False, BACKEND)
 any_distributed: Any = common_distributed
+any_common_dtensor: Any = common_dtensor
 # The names in PyTorch 2.6.
 any_distributed.MultiProcContinousTest = continuous
 any_fsdp: Any = common_fsdp
 any_fsdp.test_compiled_fsdp = common_fsdp.compiled_fsdp_test
 any_pipelining: Any = pipelining
 any_pipelining.PipeliningShapeError = pipelining.PipeliningMetadataError
-any_distributed.skip_if_lt_x_gpu = _skip_if_less
+any_distributed.skip_if_lt_x_gpu = any_common_dtensor.skip_if_lt_x_gpu = _skip_if_less
 for name in ("requires_nccl", "requires_accelerator_dist_backend", "requires_nccl_version"):
     setattr(any_distributed, name, _always)
 common_fsdp.DEVICE_COUNT = CHIPS
