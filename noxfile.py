@@ -77,6 +77,7 @@ SCORECARDS = {
     "dtensor": ("torchtpu", "torch"),
     "operators": ("torchtpu", "torch"),
     "torch": ("torchtpu", "torch"),
+    "dtensor-operators": ("torchtpu", "torch"),
     "fsdp2": ("torchtpu", "torch"),
     "device-mesh": ("torchtpu", "torch"),
     "pipelining": ("torchtpu", "torch"),

@@ -183,6 +183,7 @@ def accelerate(root: Path) -> Iterator[Program]:
 
 CHIPS = 4
 TITAN = {
+    "dtensor-operators": torch_suite("dtensor-operators", "test/distributed/_tensor", "test_*_ops.py"),
     "fsdp2": (4, "--parallelism.data_parallel_shard_degree=4"),
     "hsdp": (4, "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2"),
     "tp": (1, "--parallelism.tensor_parallel_degree=4"),
