@@ -7,6 +7,7 @@ import os
 import pytest
 
 from polyxla_bridge.engine import numbering
+from polyxla_bridge.env import BridgeSettings, Coordinates
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu import client
 from polyxla_bridge.libtpu.topology import EmulatedHost, Topology, in_slice
@@ -82,8 +83,8 @@ def test_the_second_host_of_shared_chips_is_beside_the_first() -> None:
     shared = [environ | {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1,1"} for environ in environs]
     here = host("v7x:2x2x1")
     places = [Topology.read(environ, here).places(here) for environ in shared]
-    assert places[0] == ((0, 0, 0, 0),)
-    assert places[9] == ((0, 0, 1, 1),)
+    assert places[0] == (Coordinates(0, 0, 0, 0),)
+    assert places[9] == (Coordinates(0, 0, 1, 1),)
     assert len(set(places)) == 16
 
 
@@ -95,7 +96,9 @@ def test_a_host_of_a_cube_has_replicas_of_two_rows() -> None:
 def test_without_variables_a_process_drives_the_whole_host() -> None:
     here = host("v5e:2x4x1")
     assert numbers(here, [{}]) == [tuple(range(8))]
-    assert Topology.read({}, here).places(here)[:3] == ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0))
+    assert Topology.read({}, here).places(here)[:3] == tuple(
+        map(Coordinates, (0, 1, 0), (0, 0, 1), (0, 0, 0), (0, 0, 0))
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,3 +198,53 @@ def test_a_chip_belongs_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         for descriptor in held:
             os.close(descriptor)
+
+
+def on_slice(slice_id: int) -> dict[str, str]:
+    return {
+        "MEGASCALE_NUM_SLICES": "2",
+        "MEGASCALE_SLICE_ID": str(slice_id),
+        "MEGASCALE_COORDINATOR_ADDRESS": "127.1.1.1:8080",
+    }
+
+
+def test_replicas_count_through_the_slices_of_a_job() -> None:
+    environs = [{**own, **on_slice(slice_id)} for slice_id in range(2) for own in one_chip_each("2,2,1", 4)]
+    here = host("v4:2x2x1")
+    assert numbers(here, environs) == [(number,) for number in (0, 2, 1, 3, 4, 6, 5, 7)]
+    last = Topology.read(environs[-1], here)
+    assert (last.task, last.process, last.process_count) == (3, 7, 8)
+    assert last.places(here) == (Coordinates(1, 1, 0, 0, 1),)
+    chosen = client.settings(last, here, BridgeSettings(secret="a"))
+    assert (chosen.process, chosen.processes, chosen.replicas) == (7, 8, 8)
+    assert chosen.coordinator == "127.1.1.1:8080"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"MEGASCALE_NUM_SLICES": "1"},
+        {"MEGASCALE_SLICE_ID": ""},
+        {"MEGASCALE_COORDINATOR_ADDRESS": ""},
+        {"SKIP_MEGASCALE_PJRT_CLIENT": "true"},
+    ],
+    ids=["one", "no number", "no coordinator", "skipped"],
+)
+def test_a_slice_is_a_job_of_its_own(variables: dict[str, str]) -> None:
+    here = host("v4:2x2x1")
+    alone = Topology.read({**on_slice(1), **variables}, here)
+    assert alone.process_count == 1
+    assert {place.slice_index for place in alone.places(here)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"MEGASCALE_SLICE_ID": "2"}, "MEGASCALE_SLICE_ID=2 is not one of 2 slices"),
+        ({"MEGASCALE_NUM_SLICES": "two"}, "MEGASCALE_NUM_SLICES=two is not numbers"),
+        ({"MEGASCALE_COORDINATOR_ADDRESS": "a"}, "MEGASCALE_COORDINATOR_ADDRESS=a is not host:port"),
+    ],
+)
+def test_slices_that_are_described_wrongly_are_refused(variables: dict[str, str], expected: str) -> None:
+    with pytest.raises(PjrtError, match=expected):
+        Topology.read({**on_slice(1), **variables}, host("v4:2x2x1"))

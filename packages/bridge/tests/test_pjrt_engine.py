@@ -19,7 +19,7 @@ from polyxla_bridge import LIBRARY, pjrt_plugin
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
-from polyxla_bridge.env import BridgeSettings, CacheOrigin
+from polyxla_bridge.env import BridgeSettings, CacheOrigin, Coordinates
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu import client as libtpu
 from polyxla_bridge.plugin_client import plugin
@@ -272,7 +272,7 @@ def test_a_plugins_device_emulates_a_chip(run: Run, on_plugin: Callable[[int], d
 
 
 def emulating(chips: int) -> BridgeSettings:
-    places = tuple((chip, 0, 0, 0) for chip in reversed(range(chips)))
+    places = tuple(Coordinates(chip, 0, 0, 0) for chip in reversed(range(chips)))
     return BridgeSettings(chips, platform="TPU", kind="TPU v5 lite", places=places)
 
 
@@ -280,8 +280,8 @@ def test_emulated_chips_have_their_names_and_places(cpu_plugin: Path) -> None:
     engine = PjrtEngine(emulating(2), cpu_plugin, {"cpu_device_count": 2})
     assert engine.platform == "TPU"
     assert [(device.index, device.kind, device.place) for device in engine.devices] == [
-        (0, "TPU v5 lite", (0, 0, 0, 0)),
-        (1, "TPU v5 lite", (1, 0, 0, 0)),
+        (0, "TPU v5 lite", Coordinates(0, 0, 0, 0)),
+        (1, "TPU v5 lite", Coordinates(1, 0, 0, 0)),
     ]
     engine.close()
 

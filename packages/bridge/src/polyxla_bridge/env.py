@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 POLYXLA_BRIDGE_REPLICAS = "POLYXLA_BRIDGE_REPLICAS"
 """Number of replicas in the job.
@@ -156,8 +156,16 @@ XLA_EXPERIMENTAL = "XLA_EXPERIMENTAL"
 Default: not set.
 """
 
-Coordinates = tuple[int, int, int, int]
-"""The place of a TPU's device: x, y and z of its chip in the slice, and its core on the chip."""
+
+class Coordinates(NamedTuple):
+    """The place of a TPU's device: its chip in the slice, its core on the chip, and the slice of several."""
+
+    x: int
+    y: int
+    z: int
+    core: int
+    slice_index: int | None = None
+
 
 _UNITS = {"": 0, "B": 0, "KiB": 10, "MiB": 20, "GiB": 30}
 """Powers of two by which a memory's size may be given."""

@@ -41,7 +41,7 @@ def by_process(settings: BridgeSettings) -> Shares:
 
 
 def by_coordinates(places: Mapping[int, Sequence[Coordinates]]) -> Shares:
-    """Number the replicas in the order of their coordinates: z, then y, then x, then the core of the chip.
+    """Number the replicas in the order of their coordinates: slice, z, y, x, and the core of the chip.
 
     Args:
         places: where the replicas of each process are, in the order of the process's devices.
@@ -55,11 +55,12 @@ def by_coordinates(places: Mapping[int, Sequence[Coordinates]]) -> Shares:
     every = sorted((place for of_one in places.values() for place in of_one), key=_order)
     # In the sorted list, equal places are neighbours.
     if twice := [place for place, following in itertools.pairwise(every) if place == following]:
-        x, y, z, _ = twice[0]
+        x, y, z, _, slice_index = twice[0]
+        where = "" if slice_index is None else f" of slice {slice_index}"
         raise PjrtError(
             Code.INVALID_ARGUMENT,
-            f"duplicate coordinate assignment: two of the chips in use are at {x},{y},{z}, so they do not "
-            "form the box that TPU_PROCESS_BOUNDS and TPU_CHIPS_PER_PROCESS_BOUNDS describe",
+            f"duplicate coordinate assignment: two of the chips in use are at {x},{y},{z}{where}, so they do "
+            "not form the box that TPU_PROCESS_BOUNDS and TPU_CHIPS_PER_PROCESS_BOUNDS describe",
         )
     numbers = {place: number for number, place in enumerate(every)}
     return {
@@ -68,9 +69,8 @@ def by_coordinates(places: Mapping[int, Sequence[Coordinates]]) -> Shares:
     }
 
 
-def _order(place: Coordinates) -> Coordinates:
-    x, y, z, core = place
-    return z, y, x, core
+def _order(place: Coordinates) -> tuple[int, ...]:
+    return place.slice_index or 0, place.z, place.y, place.x, place.core
 
 
 def in_program(numbers: Sequence[int], replicas: int, local: Sequence[int]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from polyxla_bridge.engine.meeting import JointStart, Meeting, Meetings, Started
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.engine.plugin_compiler import CPU, PluginCompiler, PluginProgram
 from polyxla_bridge.engine.stall_watchdog import DeviceProgress, OwnProgress
-from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.env import BridgeSettings, Coordinates
 from polyxla_bridge.errors import keep_first
 from polyxla_bridge.plugin_client import buffers, plugin
 from polyxla_bridge.plugin_client.buffers import DeviceArray, Event
@@ -337,6 +337,9 @@ def _devices(settings: BridgeSettings, client: PluginClient) -> tuple[EngineDevi
 def _described(index: int, device: PluginDevice) -> EngineDevice:
     attributes = device.attributes
     coords = attributes.get("coords")
-    place = (*coords, attributes.get("core_on_chip", 0)) if coords and len(coords) == 3 else None
+    place = None
+    if coords and len(coords) == 3:
+        x, y, z = coords
+        place = Coordinates(x, y, z, attributes.get("core_on_chip", 0), attributes.get("slice_index"))
     cores = attributes.get("num_cores", 1)
     return EngineDevice(index, device.process_index, device.is_local, device.kind, place, cores)

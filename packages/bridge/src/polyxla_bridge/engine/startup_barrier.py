@@ -285,7 +285,7 @@ def _read_hello(line: bytes, settings: BridgeSettings) -> _Hello:
     process, job, places = json.loads(
         unsealed(settings.secret, _hello_to(settings), line.removesuffix(b"\n"))
     )
-    return _Hello(int(process), dict(job), [_coordinates(place) for place in places])
+    return _Hello(int(process), dict(job), [Coordinates(*place) for place in places])
 
 
 def _hello_to(settings: BridgeSettings) -> str:
@@ -299,11 +299,6 @@ def _answer(settings: BridgeSettings, **fields: Any) -> bytes:
 
 def _answer_of(settings: BridgeSettings) -> str:
     return f"answer of {settings.coordinator}"
-
-
-def _coordinates(place: Any) -> Coordinates:
-    x, y, z, core = map(int, place)
-    return x, y, z, core
 
 
 def _join(settings: BridgeSettings, deadline: float, timeout_s: float) -> tuple[socket.socket, Shares]:
@@ -338,7 +333,7 @@ def _read_answer(peer: socket.socket, settings: BridgeSettings) -> Shares:
     if "error" in answer:
         raise PjrtError(Code.UNAVAILABLE, answer["error"])
     return {
-        process: Share(tuple(replicas), tuple(_coordinates(place) for place in places))
+        process: Share(tuple(replicas), tuple(Coordinates(*place) for place in places))
         for process, (replicas, places) in answer["shares"]
     }
 

@@ -32,14 +32,14 @@ _PEER = struct.Struct("3i")
 def claim(topology: Topology, host: EmulatedHost) -> None:
     """Take this process's chips and its port.
 
-    Process 0's port is taken by the meeting of the processes, see `polyxla_bridge.engine.startup_barrier`.
+    Process 0 listens where the processes meet, see `polyxla_bridge.engine.startup_barrier`.
 
     Raises:
         PjrtError: another process has one of the chips, or the port.
     """
     for device in topology.devices(host):
         _take(f"\0polyxla-libtpu/{host.dev}/accel{device}")
-    if topology.task:
+    if topology.process:
         _listen(topology.addresses[topology.task])
 
 
@@ -111,7 +111,7 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
         os.close(_held.pop())
     # Like libtpu, the process takes its chips before it starts anything: a second process is refused at once.
     claim(topology, host)
-    env.check_secret(len(topology.addresses), environ)
+    env.check_secret(topology.process_count, environ)
     chosen = settings(topology, host, env.from_environ(environ))
     if chosen.plugin:
         return on_plugin(chosen, on_lookup)
@@ -171,9 +171,9 @@ def settings(topology: Topology, host: EmulatedHost, base: BridgeSettings) -> Br
     places = topology.places(host)
     return dataclasses.replace(
         base,
-        replicas=len(topology.addresses) * len(places),
-        processes=len(topology.addresses),
-        process=topology.task,
+        replicas=topology.process_count * len(places),
+        processes=topology.process_count,
+        process=topology.process,
         places=places,
         coordinator=_meeting(topology),
         host=_reachable(topology.addresses[topology.task]).rpartition(":")[0],
@@ -186,6 +186,8 @@ def settings(topology: Topology, host: EmulatedHost, base: BridgeSettings) -> Br
 
 def _meeting(topology: Topology) -> str:
     """Return where the clients of all devices meet."""
+    if topology.coordinator:
+        return _reachable(topology.coordinator)
     if len(topology.addresses) > 1:
         return _reachable(topology.addresses[0])
     # No other process joins, so any free port will do. Another job may use the port in the variables.

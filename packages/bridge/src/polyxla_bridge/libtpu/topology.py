@@ -123,6 +123,14 @@ ADDRESSES = ("TPU_PROCESS_ADDRESSES",)
 """``host:port`` of every process, by number."""
 PORT = ("TPU_PROCESS_PORT",)
 """The port of this process. Default: that of its address."""
+SLICES = ("MEGASCALE_NUM_SLICES",)
+"""The slices of the job. Default: 1."""
+SLICE = ("MEGASCALE_SLICE_ID",)
+"""The number of this process's slice. Without it or the next one, the slice is a job of its own."""
+COORDINATOR = ("MEGASCALE_COORDINATOR_ADDRESS",)
+"""``host:port`` where the processes of all slices meet."""
+NO_SLICES = ("SKIP_MEGASCALE_PJRT_CLIENT",)
+"""If it is ``true`` or ``1``, the slice is a job of its own."""
 
 DEFAULT_ADDRESS = "localhost:8471"
 """Source: libtpu's log (``TPU_LOG_DIR``, libtpu 0.0.21)."""
@@ -139,11 +147,15 @@ class Topology:
         sharing: processes that share a chip: 1, or as many as a chip has devices.
         visible: this process's chips, or its devices if processes share a chip, by their numbers on the host.
         addresses: ``host:port`` of each process.
+        slices: number of slices of the job, all like this one.
+        slice_id: number of this one.
+        coordinator: ``host:port`` where the processes of several slices meet; empty for a single slice.
 
     Source: the precedence of the names is that in libtpu's log (``TPU_LOG_DIR``, libtpu 0.0.21). torch_tpu
         0.2.0 starts a process for each device of a TPU7x, with the bounds 2,2,1,2 and 1,1,1,1, and with its
         rank on the host in ``TPU_VISIBLE_CHIPS`` (seen by replacing ``setenv``). No document says which
-        devices belong to one chip; here they follow each other, as in ``jax.devices()``.
+        devices belong to one chip; here they follow each other, as in ``jax.devices()``. For the variables
+        of several slices, the messages of torch_tpu 0.2.0's ``device_mesh``.
     """
 
     processes: Shape
@@ -152,6 +164,9 @@ class Topology:
     sharing: int
     visible: tuple[int, ...]
     addresses: tuple[str, ...]
+    slices: int = 1
+    slice_id: int = 0
+    coordinator: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str], host: EmulatedHost) -> Topology:
@@ -172,7 +187,10 @@ class Topology:
             chips = host.shape
         (task,) = _numbers(environ, TASK, [0]) if count > 1 else (0,)
         addresses = tuple(_first(environ, ADDRESSES, DEFAULT_ADDRESS)[1].split(","))
-        read = cls(processes, chips, task, sharing, visible, addresses if count > 1 else addresses[:1])
+        slices, slice_id, coordinator = _slices(environ)
+        # A process of several slices has an address of its own even where it is its slice's only one.
+        own = addresses if count > 1 else addresses[:1]
+        read = cls(processes, chips, task, sharing, visible, own, slices, slice_id, coordinator)
         read._check(environ, host)
         return read
 
@@ -187,6 +205,16 @@ class Topology:
             raise _refused(environ, TASK, f"one of {len(self.addresses)} processes")
         if _first(environ, PORT, self.port)[1] != self.port:
             raise _refused(environ, PORT, f"the port in {self.addresses[self.task]}, its own address")
+
+    @property
+    def process_count(self) -> int:
+        """Number of processes of all slices."""
+        return self.slices * len(self.addresses)
+
+    @property
+    def process(self) -> int:
+        """The number of this process among them: they count through the slices."""
+        return self.slice_id * len(self.addresses) + self.task
 
     @property
     def port(self) -> str:
@@ -211,7 +239,7 @@ class Topology:
             chip, core = divmod(device, host.generation.cores)
             at = zip(origin, host.position(chip), size, strict=True)
             x, y, z = ((first + step) % end for first, step, end in at)
-            places.append((x, y, z, core))
+            places.append(Coordinates(x, y, z, core, self.slice_id if self.slices > 1 else None))
         return tuple(places)
 
     def _origin(self, host: EmulatedHost, size: list[int]) -> list[int]:
@@ -237,6 +265,22 @@ def in_slice(environ: Mapping[str, str]) -> Mapping[str, str]:
         return environ
     given = environ.get(env.POLYXLA_LIBTPU_SLICE, "").split()
     return {**environ, **dict(pair.split("=", 1) for pair in given)}
+
+
+def _slices(environ: Mapping[str, str]) -> tuple[int, int, str]:
+    """Read the number of slices, that of this one, and where all meet."""
+    is_alone = environ.get(NO_SLICES[0], "").lower() in ("true", "1")
+    if is_alone or not all(environ.get(name) for (name,) in (SLICES, SLICE, COORDINATOR)):
+        return 1, 0, ""
+    (slices,), (slice_id,) = _numbers(environ, SLICES, [1]), _numbers(environ, SLICE, [0])
+    if slices == 1:
+        return 1, 0, ""
+    if slice_id >= slices:
+        raise _refused(environ, SLICE, f"one of {slices} slices")
+    coordinator = environ[COORDINATOR[0]]
+    if not re.fullmatch(r".+:\d{1,5}", coordinator, re.ASCII):
+        raise _refused(environ, COORDINATOR, "host:port")
+    return slices, slice_id, coordinator
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...], default: str) -> tuple[str, str]:

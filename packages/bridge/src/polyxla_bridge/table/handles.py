@@ -82,15 +82,21 @@ def _attributes(device: EngineDevice) -> Any:
     """
     if device.place is None:
         return (NamedValue * 0)()
-    *chip, core = device.place
-    coordinates = array(chip, ctypes.c_int64)
+    x, y, z, core, slice_index = device.place
+    coordinates = array([x, y, z], ctypes.c_int64)
     # The attributes hold only its address, and C reads them as long as the process lives.
     _keep(coordinates)
-    coords = _attribute(b"coords", NamedValueType.INT64_LIST, len(chip))
+    coords = _attribute(b"coords", NamedValueType.INT64_LIST, 3)
     coords.int64_array_value = address(coordinates)
-    on_chip, cores = (_attribute(name, NamedValueType.INT64, 1) for name in (b"core_on_chip", b"num_cores"))
-    on_chip.int64_value, cores.int64_value = core, device.cores
-    return (NamedValue * 3)(coords, on_chip, cores)
+    numbers = {b"core_on_chip": core, b"num_cores": device.cores}
+    # libtpu has this attribute in a job on several slices only: torch_xla and torch_tpu tell them by it.
+    if slice_index is not None:
+        numbers[b"slice_index"] = slice_index
+    attributes = [coords]
+    for name, number in numbers.items():
+        attributes.append(_attribute(name, NamedValueType.INT64, 1))
+        attributes[-1].int64_value = number
+    return (NamedValue * len(attributes))(*attributes)
 
 
 def _attribute(name: bytes, kind: int, size: int) -> NamedValue:
