@@ -12,7 +12,15 @@ from polyxla.plugin import POLYXLA_DEVICES, Layout, tpu_env
 from polyxla_bridge.env import POLYXLA_LIBTPU_DEV, POLYXLA_LIBTPU_HOST, from_environ
 from polyxla_pjrt import env
 from polyxla_pjrt.discovery import discover, prepared_plan, requested_devices
-from polyxla_pjrt.plan import PjrtPlan, TpuPlan, cpu_layout, plan_cores, plan_for, replica_environment
+from polyxla_pjrt.plan import (
+    PjrtPlan,
+    TpuPlan,
+    core_environment,
+    cpu_layout,
+    plan_cores,
+    plan_for,
+    replica_environment,
+)
 
 TORCHRUN = {
     tpu_env.TORCHELASTIC_RUN_ID: "a",
@@ -200,6 +208,39 @@ def test_a_launch_can_emulate_one_host_of_a_tpu() -> None:
     (addresses,) = {own[tpu_env.TPU_PROCESS_ADDRESSES] for own in environs}
     hosts = [address.partition(":")[0] for address in addresses.split(",")]
     assert hosts == ["127.1.1.1"] * 4 + ["127.1.1.2"] * 4
+
+
+def test_a_launch_emulates_all_slices_of_a_job() -> None:
+    environs = tpu_plan("2xv4-8").process_environments({}, cpu_count=2)
+    assert [own[tpu_env.CLOUD_TPU_TASK_ID] for own in environs] == ["0", "1", "2", "3"] * 2
+    assert [own[tpu_env.MEGASCALE_SLICE_ID] for own in environs] == ["0"] * 4 + ["1"] * 4
+    assert [own[tpu_env.MEGASCALE_PORT] for own in environs] == ["8080", "8082", "8084", "8086"] * 2
+    assert {own[tpu_env.MEGASCALE_NUM_SLICES] for own in environs} == {"2"}
+    first, second = dict.fromkeys(own[tpu_env.TPU_PROCESS_ADDRESSES] for own in environs)
+    assert len({*first.split(","), *second.split(",")}) == 8
+    (coordinator,) = {own[tpu_env.MEGASCALE_COORDINATOR_ADDRESS] for own in environs}
+    assert coordinator == f"{first.partition(':')[0]}:8080"
+
+
+def test_a_launch_knows_the_hosts_of_its_own_slice_and_the_first() -> None:
+    plan = tpu_plan(
+        "2xv4-16",
+        POLYXLA_EMULATE_HOST="3",
+        TPU_WORKER_HOSTNAMES="127.1.1.3,127.1.1.4",
+        MEGASCALE_COORDINATOR_ADDRESS="127.1.1.1:8080",
+    )
+    assert (plan.layout, plan.own_host, plan.slices) == (Layout(1, 4, 4), 3, 2)
+    assert (plan.processes_here, plan.first_process) == (range(12, 16), 12)
+    assert plan.launching_hosts == ("127.1.1.1", "", "127.1.1.3", "127.1.1.4")
+    environs = plan.process_environments({}, cpu_count=2)
+    assert [own[tpu_env.CLOUD_TPU_TASK_ID] for own in environs] == ["4", "5", "6", "7"]
+    assert {own[tpu_env.MEGASCALE_COORDINATOR_ADDRESS] for own in environs} == {"127.1.1.1:8080"}
+
+
+def test_a_single_core_waits_for_no_other_slice() -> None:
+    environ = {"POLYXLA_EMULATE": "2xv4-8"}
+    assert core_environment(environ, 1)[tpu_env.SKIP_MEGASCALE_PJRT_CLIENT] == "true"
+    assert tpu_env.SKIP_MEGASCALE_PJRT_CLIENT not in core_environment({"POLYXLA_EMULATE": "v4-8"}, 1)
 
 
 def test_launches_of_one_program_share_the_chips_of_its_host() -> None:

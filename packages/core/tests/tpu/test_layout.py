@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from polyxla.tpu.layout import Layout
+import pytest
+
+from polyxla.errors import UsageError
+from polyxla.tpu import env
+from polyxla.tpu.layout import Layout, plan_chips
+from polyxla.tpu.slices import this_slice
 
 
 def test_ordinals_count_through_threads_then_processes_then_hosts() -> None:
@@ -15,3 +20,9 @@ def test_ordinals_count_through_threads_then_processes_then_hosts() -> None:
     assert {
         (world.world_size, world.local_world_size, world.process_count, world.host_count) for world in worlds
     } == {(8, 4, 4, 2)}
+
+
+def test_some_chips_of_several_slices_are_refused() -> None:
+    environ = {env.POLYXLA_EMULATE: "2xv4-8"}
+    with pytest.raises(UsageError, match="the 2 slices' 2 hosts must use all their chips"):
+        plan_chips(environ, this_slice(environ), (0, 1))

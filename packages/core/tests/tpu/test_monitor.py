@@ -313,6 +313,15 @@ def test_the_exit_code_of_a_host_becomes_that_of_the_others(error: BaseException
     assert caught.value.exit_code == code
 
 
+def test_hosts_are_named_by_their_slice() -> None:
+    hosts = Hosts(("a", "", "", "d"), own=3, port=1, slices=2)
+    assert [hosts.named(host) for host in (0, 2, 3)] == [
+        "host 0 of slice 0 (a)",
+        "host 0 of slice 1",
+        "host 1 of slice 1 (d)",
+    ]
+
+
 def test_a_port_that_is_no_number_is_refused() -> None:
     entering = monitored(NAMES, 0, {env.POLYXLA_MONITOR_PORT: "x"})
     with pytest.raises(UsageError, match="POLYXLA_MONITOR_PORT=x"):

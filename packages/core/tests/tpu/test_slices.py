@@ -6,6 +6,7 @@ import pytest
 
 from polyxla.errors import UsageError
 from polyxla.tpu.accelerators import Bounds, Shape
+from polyxla.tpu.megascale import Megascale
 from polyxla.tpu.metadata import (
     MetadataClient,
     MetadataError,
@@ -353,23 +354,46 @@ def test_some_chips_of_a_slice_of_several_hosts_are_refused() -> None:
         from_metadata(V4_16_WORKER_1, TWO_HOSTS, environ={"TPU_VISIBLE_CHIPS": "0,1"})
 
 
+SECOND_OF_TWO = {
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1",
+    "MEGASCALE_COORDINATOR_ADDRESS": "job-0-0.job",
+}
+
+
+def test_a_slice_has_its_place_among_several() -> None:
+    place = Megascale(2, 1, "job-0-0.job:8080")
+    for found in (from_environ(V3_8 | SECOND_OF_TWO), from_metadata(V4_8 | SECOND_OF_TWO)):
+        assert found.megascale == place
+        assert (found.slices, found.host_count, found.host_index, found.worker_id) == (2, 2, 1, 0)
+    # GKE sets the variables also where the metadata server describes the slice.
+    assert from_metadata(V4_8, environ=SECOND_OF_TWO).megascale == place
+    worker = from_metadata(V4_16_WORKER_1 | SECOND_OF_TWO, TWO_HOSTS)
+    assert (worker.topology, worker.host_count, worker.host_index) == ("2xv4-16", 4, 3)
+
+
+@pytest.mark.parametrize("variables", [GOOGLE, {"TPU_VISIBLE_CHIPS": "0"}], ids=["bounds", "chip"])
+def test_a_part_of_a_host_belongs_to_no_other_slice(variables: dict[str, str]) -> None:
+    assert from_metadata(V4_8 | SECOND_OF_TWO, environ=variables).megascale is None
+
+
 @pytest.mark.parametrize(
     ("variables", "where"),
     [
-        ({"MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_NUM_SLICES=2"),
-        ({"MEGASCALE_COORDINATOR_ADDRESS": "a:8080"}, "MEGASCALE_COORDINATOR_ADDRESS=a:8080"),
-        (
-            {"MEGASCALE_NUM_SLICES": "4", "MEGASCALE_COORDINATOR_ADDRESS": "a:8080"},
-            "MEGASCALE_NUM_SLICES=4",
-        ),
+        ({"MEGASCALE_NUM_SLICES": ""}, "MEGASCALE_NUM_SLICES="),
+        ({"MEGASCALE_NUM_SLICES": "two"}, "MEGASCALE_NUM_SLICES=two"),
+        ({"MEGASCALE_SLICE_ID": ""}, "MEGASCALE_SLICE_ID="),
+        ({"MEGASCALE_SLICE_ID": "2"}, "MEGASCALE_SLICE_ID=2"),
+        ({"MEGASCALE_COORDINATOR_ADDRESS": ""}, "MEGASCALE_COORDINATOR_ADDRESS="),
+        ({"MEGASCALE_COORDINATOR_ADDRESS": "a:x"}, "MEGASCALE_COORDINATOR_ADDRESS=a:x"),
     ],
 )
-def test_a_job_on_several_slices_is_refused(variables: dict[str, str], where: str) -> None:
-    with pytest.raises(UsageError, match=r"several TPU slices \(multislice\) is not supported") as caught:
-        read_slice(V3_8 | variables, SILENT)
+def test_a_place_among_slices_that_is_incomplete_is_refused(variables: dict[str, str], where: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_slice(V3_8 | SECOND_OF_TWO | variables, SILENT)
     assert caught.value.where == where
-    with pytest.raises(UsageError, match="multislice") as caught:
-        from_metadata(V4_8 | variables)
+    with pytest.raises(UsageError) as caught:
+        from_metadata(V4_8 | SECOND_OF_TWO | variables)
     assert caught.value.where == f"{where} in the metadata server's tpu-env"
 
 

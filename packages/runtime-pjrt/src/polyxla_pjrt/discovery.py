@@ -170,8 +170,8 @@ def with_chips(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attache
         devices=tuple(
             device for device in cores(tpu_slice, chips, emulated) if prepared in (None, str(device.index))
         ),
-        host_count=tpu_slice.accelerator.hosts,
-        topology=tpu_slice.accelerator.name,
+        host_count=tpu_slice.host_count,
+        topology=tpu_slice.topology,
         variables=variables,
         notes=tuple(f"{name} has no effect: the metadata server is asked" for name in tpu_slice.ignored),
     )

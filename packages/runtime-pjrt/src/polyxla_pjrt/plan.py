@@ -183,7 +183,7 @@ class TpuPlan(ChipPlan, PjrtPlan):
         if self.emulated is None:
             return device
         pools = thread_pools(Layout(self.layout.replicas), cpu_count)
-        devices = self.chips_of(self.tpu_slice.worker_id, self.emulated.devices(environ))
+        devices = self.chips_of(self.tpu_slice.host_index, self.emulated.devices(environ))
         # The program itself is a process of the host: it must find the same chips as its replicas.
         return device | pools | self.emulated.library_environment(devices) | self._slice_environment(environ)
 
@@ -193,6 +193,10 @@ class TpuPlan(ChipPlan, PjrtPlan):
         # Programs on the other emulated hosts meet this one, as on a pod, and prove the same secret.
         slice_, bounds = self.tpu_slice, self.tpu_slice.bounds
         learned = host_environment(bounds, slice_.worker_id, slice_.hostnames)
+        if slice_.megascale:
+            # The only host of one of several slices is not localhost, where the others' hosts may be, too.
+            learned[tpu_env.TPU_PROCESS_ADDRESSES] = self.addresses([learned[tpu_env.TPU_PROCESS_PORT]])
+            learned |= slice_.megascale.variables()
         return {
             POLYXLA_LIBTPU_SLICE: " ".join(f"{name}={value}" for name, value in learned.items()),
             POLYXLA_SECRET: with_secret(environ, self.layout.hosts)[POLYXLA_SECRET],
@@ -200,7 +204,7 @@ class TpuPlan(ChipPlan, PjrtPlan):
 
     def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return where the slice's processes meet; emulated hosts get addresses of this machine."""
-        own = self._own_environments(self.tpu_slice.worker_id)
+        own = self._own_environments(self.tpu_slice.host_index)
         if self.emulated is None:
             # The hosts of a real slice launch separately, so nothing can be chosen: they all compute the same
             # addresses from the slice's description.
@@ -212,6 +216,7 @@ class TpuPlan(ChipPlan, PjrtPlan):
     def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of one process: those that libtpu reads, and those of torch_xla's launch."""
         host, rank = divmod(process, self.layout.processes)
+        addresses, megascale = self.in_slice(process, meeting[tpu_env.TPU_PROCESS_ADDRESSES])
         return {
             env.PJRT_DEVICE: self.kind,
             **self._local_variables(process),
@@ -220,14 +225,17 @@ class TpuPlan(ChipPlan, PjrtPlan):
             # This comes after the host's own: the addresses of emulated hosts replace those that the
             # description implies.
             **meeting,
+            tpu_env.TPU_PROCESS_ADDRESSES: addresses,
+            **megascale,
+            **(self.tpu_slice.megascale.ports(rank) if self.tpu_slice.megascale else {}),
             **self._emulated_environment(host, cpu_count, meeting),
         }
 
     def _own_environments(self, host: int) -> tuple[dict[str, str], ...]:
-        """Return what libtpu reads in each process of a host."""
+        """Return what libtpu reads in each process of a host of the job."""
         return process_environments(
             self.tpu_slice.accelerator,
-            worker_id=host,
+            worker_id=host % self.tpu_slice.bounds.host_count,
             hostnames=self.tpu_slice.hostnames,
             bounds=self.tpu_slice.bounds,
             chips=self.chips,
@@ -357,6 +365,7 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
         env.PJRT_DEVICE: "TPU",
         **variables,
         **skip_metadata(tpu_slice),
+        **({tpu_env.SKIP_MEGASCALE_PJRT_CLIENT: "true"} if tpu_slice.megascale else {}),
         **(emulated.library_environment(emulated.devices(environ)) if emulated else {}),
         env.POLYXLA_PJRT_DEVICE: str(device),
         env.POLYXLA_PJRT_LOCAL_DEVICE: str(local_device),

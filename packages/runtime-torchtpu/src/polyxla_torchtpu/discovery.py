@@ -110,8 +110,8 @@ def _with_chips(bare: Discovery, environ: Mapping[str, str], pci_root: Path) -> 
     return replace(
         bare,
         devices=cores(tpu_slice, chips, emulated),
-        host_count=tpu_slice.accelerator.hosts,
-        topology=tpu_slice.accelerator.name,
+        host_count=tpu_slice.host_count,
+        topology=tpu_slice.topology,
     )
 
 

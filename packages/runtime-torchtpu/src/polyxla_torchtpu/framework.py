@@ -92,10 +92,11 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     if addresses and not environ.get(POLYXLA_SECRET):
         # TorchTPU's own launch, or the user's, has chosen where the processes meet, and knows no secret.
         # The processes of one user derive the same secret from the addresses, without a message.
-        variables[POLYXLA_SECRET] = shared_secret(environ, f"processes that meet at {addresses}")
+        where = environ.get(tpu_env.MEGASCALE_COORDINATOR_ADDRESS) or addresses
+        variables[POLYXLA_SECRET] = shared_secret(environ, f"processes that meet at {where}")
     is_first = environ.get(tpu_env.RANK, "0") == "0" and multiprocessing.parent_process() is None
     if is_first and not is_prepared:
-        count = emulated.accelerator.devices
+        count = emulated.device_count
         devices = "1 device" if count == 1 else f"{count} devices"
         emulated.say(f"{devices}, one for each process of the program")
     return variables

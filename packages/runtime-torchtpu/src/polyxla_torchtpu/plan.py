@@ -94,7 +94,7 @@ class TorchTpuPlan(ChipPlan):
             # can know.
             first = int(environ.get(env.TORCH_TPU_BASE_PORT) or BASE_PORT)
             store = {
-                tpu_env.MASTER_ADDR: environ.get(tpu_env.MASTER_ADDR) or self.tpu_slice.hostnames[0],
+                tpu_env.MASTER_ADDR: environ.get(tpu_env.MASTER_ADDR) or self.launching_hosts[0],
                 tpu_env.MASTER_PORT: environ.get(tpu_env.MASTER_PORT) or str(STORE_PORT),
             }
             ports = [str(first + local) for local in range(self.layout.processes)]
@@ -128,9 +128,12 @@ class TorchTpuPlan(ChipPlan):
             env.NNODES: self.layout.hosts,
             env.NODE_RANK: host,
         }
+        addresses, megascale = self.in_slice(process, meeting[env.TORCH_TPU_SLICEBUILDER_ADDRESSES])
         return {
             **{name: str(number) for name, number in ranks.items()},
             **meeting,
+            env.TORCH_TPU_SLICEBUILDER_ADDRESSES: addresses,
+            **megascale,
             **self._emulated_environment(host, cpu_count, meeting),
         }
 
@@ -145,7 +148,7 @@ class TorchTpuPlan(ChipPlan):
         """Return the variables, over `environ`, for a program that may launch, or use a device itself."""
         if self.emulated is None:
             return {}
-        devices = self.chips_of(self.tpu_slice.worker_id, self.emulated.devices(environ))
+        devices = self.chips_of(self.tpu_slice.host_index, self.emulated.devices(environ))
         return {**_EMULATED, **self.emulated.library_environment(devices)}
 
 

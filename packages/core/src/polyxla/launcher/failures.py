@@ -225,6 +225,7 @@ class ReplicaProcess:
         pipe: this end of the pipe to it.
         has_answered: whether its answer has arrived.
         replicas: its replicas by ordinal, as far as they have started, with their last known position.
+        slice_id: its TPU slice; None if the job has one.
     """
 
     index: int
@@ -232,11 +233,13 @@ class ReplicaProcess:
     pipe: Connection
     has_answered: bool = False
     replicas: dict[int, Position] = field(default_factory=dict)
+    slice_id: int | None = None
 
     def __str__(self) -> str:
         replicas = f"{presence.named(self.replicas)}; " if self.replicas else ""
         pid = f"pid {self.process.pid}" if self.process.pid else "not forked yet"
-        return f"process {self.index} ({replicas}{pid})"
+        where = "" if self.slice_id is None else f" of slice {self.slice_id}"
+        return f"process {self.index}{where} ({replicas}{pid})"
 
     def receive(self) -> Message | None:
         """Read one message; None if it was one about a replica, which `replicas` then holds.
@@ -269,7 +272,23 @@ def lost(suspects: Sequence[ReplicaProcess]) -> ReplicaLostError:
     killed = [suspect for suspect, exit_ in ends if exit_ and exit_.code == -signal.SIGKILL]
     if killed and end.code != -signal.SIGKILL:
         first = killed[0]
-    return ReplicaLostError(f"{first} {first.process.ended()} before it returned a result")
+    return ReplicaLostError(
+        f"{first} {first.process.ended()} before it returned a result{_rest_of_slice(first, suspects)}"
+    )
+
+
+def _rest_of_slice(first: ReplicaProcess, suspects: Sequence[ReplicaProcess]) -> str:
+    """Say that the whole TPU slice of a process is lost, if it is."""
+    own = [suspect for suspect in suspects if suspect.slice_id == first.slice_id]
+    deadline = time.monotonic() + DEATH_NOTICE_S
+    if first.slice_id is None or len(own) == 1 or not all(_was_killed(each, deadline) for each in own):
+        return ""
+    return f"; slice {first.slice_id} is lost: its {len(own)} processes here were killed"
+
+
+def _was_killed(process: ReplicaProcess, deadline: float) -> bool:
+    end = process.process.wait(deadline)
+    return end is not None and end.code == -signal.SIGKILL
 
 
 def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:

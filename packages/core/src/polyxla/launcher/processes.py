@@ -65,6 +65,7 @@ def run_processes(
     run: Callable[[Job, Any], Any] = Job.run,
     method: ProcessMethod = "spawn",
     preload: Sequence[str] = (),
+    slices: Sequence[int] = (),
 ) -> list[Any]:
     """Call ``run(job, place)`` in a process for each place; return the results in that order.
 
@@ -80,6 +81,7 @@ def run_processes(
         method: ``spawn`` starts a fresh Python each; ``forkserver`` starts one, which imports `preload`,
             forks them, and stays for later launches; ``fork`` forks this process with its memory.
         preload: names of the modules that every process needs; importing them must start nothing.
+        slices: the TPU slice of each process, for messages; empty if all have the same.
 
     Raises:
         UsageError: the job cannot be sent to another process.
@@ -94,6 +96,7 @@ def run_processes(
     try:
         if method == "fork":
             _fork(run, job, places, environs, children)
+            _name_slices(children, slices)
         else:
             setups = _setups(run, job, places, environs)
             pairs = [multiprocessing.connection.Pipe() for _ in places]
@@ -104,6 +107,7 @@ def run_processes(
                     children.append(ReplicaProcess(index, process, ours))
                 # Only the child may hold this end, or its death would not close the pipe.
                 theirs.close()
+            _name_slices(children, slices)
             for child, setup in zip(children, setups, strict=True):
                 _greet(child, setup, timeout_s)
         try:
@@ -113,6 +117,12 @@ def run_processes(
             raise
     finally:
         _stop(children)
+
+
+def _name_slices(children: Sequence[ReplicaProcess], slices: Sequence[int]) -> None:
+    # Of one launch's processes, all or none are on one of several slices.
+    for child, slice_id in zip(children, slices, strict=False):
+        child.slice_id = slice_id
 
 
 def _fork(

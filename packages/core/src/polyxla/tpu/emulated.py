@@ -7,10 +7,11 @@ libtpu is the code that runs on a TPU.
 from __future__ import annotations
 
 import random
+import re
 import socket
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,7 @@ from polyxla.errors import UsageError, pip_install
 from polyxla.tpu import env
 from polyxla.tpu.accelerators import AcceleratorType
 from polyxla.tpu.chips import AttachedChip
+from polyxla.tpu.megascale import DEFAULT_PORT
 from polyxla.tpu.topology import BASE_PORT
 
 POLYXLA_LIBTPU_HOST, POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_HOST", "POLYXLA_LIBTPU_DEV"
@@ -58,30 +60,63 @@ class EmulatedTpu:
     """A TPU that this machine emulates.
 
     Attributes:
-        accelerator: its type.
+        accelerator: the type of its slices.
         host: the number of the only host that is emulated here; None where one launch emulates all hosts.
+        slices: number of slices of the job.
     """
 
     accelerator: AcceleratorType
     host: int | None = None
+    slices: int = 1
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> EmulatedTpu | None:
         """Read which TPU to emulate, if any.
 
         Raises:
-            UsageError: there is no such type or host.
+            UsageError: there is no such type or host, or the environment has another number of slices.
         """
         text = environ.get(env.POLYXLA_EMULATE)
         if not text:
             return None
-        accelerator = AcceleratorType.parse(text, f"{env.POLYXLA_EMULATE}={text}")
-        return cls(accelerator, _host(environ.get(env.POLYXLA_EMULATE_HOST), accelerator))
+        where = f"{env.POLYXLA_EMULATE}={text}"
+        match = re.fullmatch(r"\s*([1-9]\d{0,2})x(.*)", text, re.ASCII | re.IGNORECASE | re.DOTALL)
+        slices, type_ = (int(match[1]), match[2]) if match else (1, text)
+        emulated = cls(AcceleratorType.parse(type_, where), slices=slices)
+        emulated._check_megascale(environ, where)
+        return replace(emulated, host=_host(environ.get(env.POLYXLA_EMULATE_HOST), emulated))
+
+    def _check_megascale(self, environ: Mapping[str, str], where: str) -> None:
+        # A replica process of this TPU has the number too.
+        given = environ.get(env.MEGASCALE_NUM_SLICES) or str(self.slices)
+        if given != str(self.slices):
+            raise UsageError(
+                f"{env.MEGASCALE_NUM_SLICES}={given} contradicts a TPU of {self.slices} "
+                f"{'slice' if self.slices == 1 else 'slices'}",
+                where=where,
+                fix=f"Unset {env.MEGASCALE_NUM_SLICES}, or write {env.POLYXLA_EMULATE}=2x"
+                f"{self.accelerator.name} for two slices.",
+            )
+
+    @property
+    def name(self) -> str:
+        """Its name: the type of its slices, after their number if there are several."""
+        return f"{self.slices}x{self.accelerator.name}" if self.slices > 1 else self.accelerator.name
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts of all slices."""
+        return self.slices * self.accelerator.hosts
+
+    @property
+    def device_count(self) -> int:
+        """Number of devices of all slices."""
+        return self.slices * self.accelerator.devices
 
     @property
     def hosts_here(self) -> int:
         """The number of hosts that one launch emulates."""
-        return self.accelerator.hosts if self.host is None else 1
+        return self.hosts if self.host is None else 1
 
     @property
     def chips(self) -> tuple[AttachedChip, ...]:
@@ -95,15 +130,21 @@ class EmulatedTpu:
         Args:
             environ: of this process. Variables in it may choose a part of the host, as on a TPU.
         """
-        names = _addresses("127.0.0.1", self.accelerator.hosts)
+        each = self.accelerator.hosts
+        slice_id, worker = divmod(self.host or 0, each)
+        names = _addresses("127.0.0.1", self.hosts)
+        own = names[slice_id * each : (slice_id + 1) * each]
         return {
-            env.TPU_WORKER_HOSTNAMES: ",".join(names) if len(names) > 1 else "localhost",
-            # The environment may override what stands above, the names of the hosts. What follows always
+            env.TPU_WORKER_HOSTNAMES: ",".join(own) if len(names) > 1 else "localhost",
+            env.MEGASCALE_COORDINATOR_ADDRESS: f"{names[0]}:{DEFAULT_PORT}",
+            # The environment may override what stands above, where the hosts are. What follows always
             # describes the emulated TPU.
             **environ,
             env.TPU_SKIP_MDS_QUERY: "1",
             env.TPU_ACCELERATOR_TYPE: self.accelerator.name,
-            env.TPU_WORKER_ID: str(self.host or 0),
+            env.TPU_WORKER_ID: str(worker),
+            env.MEGASCALE_NUM_SLICES: str(self.slices),
+            env.MEGASCALE_SLICE_ID: str(slice_id),
         }
 
     def require_library(self, environ: Mapping[str, str]) -> None:
@@ -115,7 +156,7 @@ class EmulatedTpu:
         if installed_emulator() is None:
             raise UsageError(
                 "an emulated TPU needs polyxla-bridge, which is not installed",
-                where=f"{env.POLYXLA_EMULATE}={self.accelerator.name}",
+                where=f"{env.POLYXLA_EMULATE}={self.name}",
                 fix=f"Install it ({pip_install('polyxla-bridge')}), or unset {env.POLYXLA_EMULATE}.",
             )
         check_device_variables(environ)
@@ -152,7 +193,7 @@ class EmulatedTpu:
         as_on_tpu = snapshot().get(POLYXLA_EMULATE_NUMERICS)
         theirs = "names, layout and products of float32" if as_on_tpu else "names and layout"
         say_once(
-            f"emulating a {self.accelerator.name}{host} on {where}: {used_as}; {theirs} "
+            f"emulating a {self.name}{host} on {where}: {used_as}; {theirs} "
             f"are a TPU's, {'other numbers' if as_on_tpu else 'numbers'} and speed {whose}"
         )
 
@@ -173,15 +214,15 @@ def check_device_variables(environ: Mapping[str, str]) -> None:
         raise UsageError(what, fix=f"{fix[:1].upper()}{fix[1:]}.") from None
 
 
-def _host(text: str | None, accelerator: AcceleratorType) -> int | None:
+def _host(text: str | None, emulated: EmulatedTpu) -> int | None:
     if not text:
         return None
     # isdecimal alone accepts the digits of other scripts.
-    if text.isascii() and text.isdecimal() and int(text) < accelerator.hosts:
+    if text.isascii() and text.isdecimal() and int(text) < emulated.hosts:
         return int(text)
-    numbers = "0" if accelerator.hosts == 1 else f"0 to {accelerator.hosts - 1}"
+    numbers = "0" if emulated.hosts == 1 else f"0 to {emulated.hosts - 1}"
     raise UsageError(
-        f"the hosts of a {accelerator.name} have the numbers {numbers}",
+        f"the hosts of a {emulated.name} have the numbers {numbers}",
         where=f"{env.POLYXLA_EMULATE_HOST}={text}",
         fix=f"Write one of them, or unset {env.POLYXLA_EMULATE_HOST} to emulate all hosts in one launch.",
     )

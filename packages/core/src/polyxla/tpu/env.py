@@ -47,14 +47,24 @@ Default: ``localhost`` on a slice of one host; a larger slice needs it.
 """
 
 MEGASCALE_NUM_SLICES = "MEGASCALE_NUM_SLICES"
-"""Number of slices of a job on several (multislice), which this runtime refuses.
+"""Number of slices of a job on several (multislice). Read and given.
 Default: 1.
 """
 
+MEGASCALE_SLICE_ID = "MEGASCALE_SLICE_ID"
+"""The number of this host's slice in such a job, from 0. Read and given."""
+
 MEGASCALE_COORDINATOR_ADDRESS = "MEGASCALE_COORDINATOR_ADDRESS"
-"""Where the slices of such a job meet; without `MEGASCALE_NUM_SLICES` it is refused too.
-Default: unset.
-"""
+"""Where the slices of such a job meet, ``host`` or ``host:port``: slice 0's first host. Read and given."""
+
+MEGASCALE_PORT = "MEGASCALE_PORT"
+"""Given: the port on which a process of such a job hears from other slices, different for each of a host."""
+
+MEGASCALE_DEBUG_PORT = "MEGASCALE_DEBUG_PORT"
+"""Given: the port after `MEGASCALE_PORT`."""
+
+SKIP_MEGASCALE_PJRT_CLIENT = "SKIP_MEGASCALE_PJRT_CLIENT"
+"""Given to a process that uses a single core, so that libtpu does not wait for other slices: ``true``."""
 
 TPU_PROCESS_ADDRESSES = "TPU_PROCESS_ADDRESSES"
 """Given: ``host:port`` of every process of the slice, comma separated, in the order of their task ids."""
@@ -81,13 +91,14 @@ Default: the one in the installed libtpu package.
 """
 
 POLYXLA_EMULATE = "POLYXLA_EMULATE"
-"""The type of a TPU, such as ``v3-8``, to emulate on this machine's CPU: same processes, threads and names.
+"""The type of a TPU, such as ``v3-8``, to emulate on this machine's CPU: same processes, threads and names;
+``2xv4-8`` is a job's two slices of a type.
 Default: unset.
 """
 
 POLYXLA_EMULATE_HOST = "POLYXLA_EMULATE_HOST"
 """The number of the only host of the TPU that this launch emulates, from 0; other launches emulate the other
-hosts.
+hosts. Hosts count through the slices.
 Default: unset; one launch emulates all hosts.
 """
 
@@ -147,6 +158,7 @@ READ = (
     TPU_WORKER_ID,
     TPU_WORKER_HOSTNAMES,
     MEGASCALE_NUM_SLICES,
+    MEGASCALE_SLICE_ID,
     MEGASCALE_COORDINATOR_ADDRESS,
     TPU_VISIBLE_CHIPS,
     TPU_VISIBLE_DEVICES,

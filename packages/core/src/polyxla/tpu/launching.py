@@ -41,9 +41,11 @@ def run_plan(
         return torchrun.run_here(job, plan, run)
     # Before the monitor starts: it admits only processes that know the secret.
     environ = with_secret(job.environ, len(plan.launching_hosts) or 1)
-    with monitored(plan.launching_hosts, plan.own_host, environ) as monitor:
+    with monitored(plan.launching_hosts, plan.own_host, environ, plan.slices) as monitor:
         added = {**(variables or {}), **monitor}
         environs = [own | added for own in plan.process_environments(environ, os.cpu_count() or 1)]
         places = [Place(plan, process) for process in plan.processes_here]
-        results = run_processes(job, places, environs, run=run, method=method, preload=preload)
+        each = plan.layout.process_count // plan.slices
+        slices = [process // each for process in plan.processes_here] if plan.slices > 1 else ()
+        results = run_processes(job, places, environs, run=run, method=method, preload=preload, slices=slices)
     return [result for of_process in results for result in of_process]

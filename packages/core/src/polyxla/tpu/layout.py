@@ -13,6 +13,7 @@ from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla.tpu import env
 from polyxla.tpu.accelerators import Bounds
 from polyxla.tpu.emulated import POLYXLA_LIBTPU_DEV, EmulatedTpu, free_addresses
+from polyxla.tpu.megascale import DEFAULT_PORT
 from polyxla.tpu.parts import box
 from polyxla.tpu.slices import TpuSlice, host_core
 from polyxla.tpu.topology import join
@@ -93,6 +94,11 @@ class Plan(ABC):
     def own_host(self) -> int:
         """The number of this host among them."""
 
+    @property
+    def slices(self) -> int:
+        """Number of TPU slices, each with as many of the hosts."""
+        return 1
+
     @abstractmethod
     def say(self) -> None:
         """Print what the user should know before the replicas start."""
@@ -167,8 +173,8 @@ class ChipPlan(Plan):
 
     @property
     def first_process(self) -> int:
-        """The number of this host's first process in the slice."""
-        return self.tpu_slice.worker_id * self.layout.processes
+        """The number of this host's first process in the job."""
+        return self.tpu_slice.host_index * self.layout.processes
 
     @property
     def processes_here(self) -> range:
@@ -179,14 +185,28 @@ class ChipPlan(Plan):
 
     @property
     def launching_hosts(self) -> tuple[str, ...]:
-        """The hosts of the slice; one if this launch emulates all of them."""
+        """The hosts of the slices, with an empty name if unknown; one if this launch emulates all of them."""
+        own = self.tpu_slice.hostnames
         # Where one launch starts all processes, no other launch will ever connect to the monitor.
-        return self.tpu_slice.hostnames[:1] if self.emulates_all_hosts else self.tpu_slice.hostnames
+        if self.emulates_all_hosts:
+            return own[:1]
+        if self.tpu_slice.megascale is None:
+            return own
+        names = [""] * self.layout.hosts
+        names[0] = self.tpu_slice.megascale.first_host
+        first = self.tpu_slice.host_index - self.tpu_slice.worker_id
+        names[first : first + len(own)] = own
+        return tuple(names)
 
     @property
     def own_host(self) -> int:
-        """The number of this host in the slice."""
-        return self.tpu_slice.worker_id
+        """The number of this host in the job."""
+        return self.tpu_slice.host_index
+
+    @property
+    def slices(self) -> int:
+        """Number of slices of the job."""
+        return self.tpu_slice.slices
 
     def say(self) -> None:
         """Print once that the TPU is emulated, if it is."""
@@ -195,6 +215,8 @@ class ChipPlan(Plan):
 
     def addresses(self, ports: Sequence[str]) -> str:
         """Return ``host:port`` of every process of the slice; emulated hosts get addresses of this machine.
+
+        Where this launch emulates several slices, they are those of all, one slice after the other.
 
         Args:
             ports: those of a host's processes.
@@ -226,6 +248,26 @@ class ChipPlan(Plan):
         own = {env.POLYXLA_EMULATE_HOST: str(host)} if self.emulates_all_hosts else {}
         return own | self.emulated.library_environment(self.chips_of(host, meeting[POLYXLA_LIBTPU_DEV]))
 
+    def in_slice(self, process: int, addresses: str) -> tuple[str, dict[str, str]]:
+        """Return the addresses of a process's slice, and the variables that describe that among several.
+
+        Args:
+            process: its number in the job.
+            addresses: what `addresses` returned in one of the processes.
+        """
+        megascale = self.tpu_slice.megascale
+        if megascale is None:
+            return addresses, {}
+        listed, each = addresses.split(","), self.layout.process_count // self.slices
+        slice_id = process // each
+        if len(listed) > each:
+            # Emulated hosts have addresses that were chosen for this launch; the slices meet at the first.
+            first = listed[0].rpartition(":")[0]
+            megascale = replace(megascale, coordinator=f"{first}:{DEFAULT_PORT}")
+            listed = listed[slice_id * each : (slice_id + 1) * each]
+        megascale = replace(megascale, slice_id=slice_id)
+        return ",".join(listed), megascale.variables()
+
     def chips_of(self, host: int, devices: str) -> str:
         """Return the name of a host's chips, from the job's; under torchrun, that may be another host's."""
         # The name may end with the number of another host, whose process chose it under torchrun.
@@ -244,7 +286,7 @@ def plan_chips(
         UsageError: these cores cannot be used together.
     """
     emulated = EmulatedTpu.read(environ)
-    threads, hosts = tpu_slice.accelerator.threads_per_process, tpu_slice.bounds.host_count
+    threads, hosts = tpu_slice.accelerator.threads_per_process, tpu_slice.host_count
     here = tpu_slice.bounds.chips_per_host_count
     if emulated and hosts > 1 and emulated.host is None and len(devices) == here * hosts * threads:
         # The launch emulates all hosts: plan the first, the others are alike.
@@ -260,7 +302,7 @@ def plan_chips(
     if len(chips) != here:
         bounds = _box(tpu_slice, chips)
         tpu_slice = replace(tpu_slice, bounds=bounds, worker_id=0, hostnames=("localhost",))
-    return Layout(threads, len(chips), tpu_slice.bounds.host_count), tpu_slice, chips, emulated
+    return Layout(threads, len(chips), tpu_slice.host_count), tpu_slice, chips, emulated
 
 
 def _box(tpu_slice: TpuSlice, chips: Sequence[int]) -> Bounds:
@@ -269,9 +311,10 @@ def _box(tpu_slice: TpuSlice, chips: Sequence[int]) -> Bounds:
     Raises:
         UsageError: they form no box, or the slice has other hosts, which would wait for the other chips.
     """
-    if tpu_slice.bounds.host_count > 1:
+    if tpu_slice.host_count > 1:
+        whose = f"{tpu_slice.slices} slices'" if tpu_slice.slices > 1 else "slice's"
         raise UsageError(
-            f"the TPU chips {join(chips)} cannot be used together: the slice's {tpu_slice.bounds.host_count} "
+            f"the TPU chips {join(chips)} cannot be used together: the {whose} {tpu_slice.host_count} "
             "hosts must use all their chips",
             where="devices",
             fix="Leave devices out to use all of them, or write devices=[i] for one core.",

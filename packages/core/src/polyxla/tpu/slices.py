@@ -16,6 +16,7 @@ from polyxla.tpu import env, parts
 from polyxla.tpu.accelerators import AcceleratorType, Bounds, Shape, parse_shape
 from polyxla.tpu.chips import PCI_ROOT, AttachedChip, attached_chips
 from polyxla.tpu.emulated import EmulatedTpu
+from polyxla.tpu.megascale import Megascale
 from polyxla.tpu.metadata import MetadataClient, MetadataKeyError, MetadataUnreachableError
 from polyxla.tpu.parts import Value, from_variables
 from polyxla.tpu.topology import check_workers, join, no_such_worker
@@ -45,6 +46,7 @@ class TpuSlice:
         origin: the source of the description.
         visible_chips: the chips of this host to use, if a variable selects them; else None.
         ignored: variables that are set and describe a slice, but were not read.
+        megascale: its place among the slices of the job; None for a job on this one.
     """
 
     accelerator: AcceleratorType
@@ -55,6 +57,29 @@ class TpuSlice:
     origin: Origin
     visible_chips: tuple[int, ...] | None = None
     ignored: tuple[str, ...] = ()
+    megascale: Megascale | None = None
+
+    @property
+    def slices(self) -> int:
+        """Number of slices of the job."""
+        return self.megascale.slices if self.megascale else 1
+
+    @property
+    def topology(self) -> str:
+        """The name of its type, after the number of the job's slices if there are several."""
+        name = self.accelerator.name
+        return f"{self.slices}x{name}" if self.megascale else name
+
+    @property
+    def host_count(self) -> int:
+        """Number of hosts of the job, on all its slices."""
+        return self.slices * self.bounds.host_count
+
+    @property
+    def host_index(self) -> int:
+        """This host's number among them: they count through the slices."""
+        slice_id = self.megascale.slice_id if self.megascale else 0
+        return slice_id * self.bounds.host_count + self.worker_id
 
 
 def read_slice(environ: Mapping[str, str], metadata: MetadataClient) -> TpuSlice | None:
@@ -67,41 +92,16 @@ def read_slice(environ: Mapping[str, str], metadata: MetadataClient) -> TpuSlice
         The slice; None if neither describes one.
 
     Raises:
-        UsageError: a value is missing or invalid, or contradicts another, or the job has several slices.
+        UsageError: a value is missing or invalid, or contradicts another.
         MetadataError: the metadata server's answer cannot be used.
     """
-    refuse_multislice(environ)
     # In torch_xla's order, so that both see the same slice.
     if _skips_metadata(environ):
         return _from_environ(environ)
-    described = _from_metadata(metadata)
+    described = _from_metadata(metadata, environ)
     if described is not None:
         return _make_slice(described, "metadata server", environ)
     return _from_environ(environ) if environ.get(env.TPU_ACCELERATOR_TYPE) else None
-
-
-def refuse_multislice(values: Mapping[str, str], source: str = "") -> None:
-    """Refuse a job on several slices, which would otherwise end in an internal error of libtpu.
-
-    Args:
-        values: the environment, or the description of a slice.
-        source: where the values are from, for the error; empty for the environment.
-
-    Raises:
-        UsageError: the values are those of such a job.
-
-    Source: ``jax._src.clusters.cloud_tpu_cluster`` looks for the variables in the environment, then in the
-        metadata server's ``tpu-env``. The number may be 1.
-    """
-    count = values.get(env.MEGASCALE_NUM_SLICES, "").strip()
-    name = env.MEGASCALE_NUM_SLICES if count else env.MEGASCALE_COORDINATOR_ADDRESS
-    if values.get(name) and count != "1":
-        how = f"described by variables and {env.TPU_SKIP_MDS_QUERY}=1" if source else f"without {name}"
-        raise UsageError(
-            "a job on several TPU slices (multislice) is not supported",
-            where=f"{name}={values[name]}{source}",
-            fix=f"Start a job of its own on each slice, {how}.",
-        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class _Description:
     chips_per_host: Value | None
     worker_id: Value | None
     hostnames: Value | None
+    megascale: Megascale | None
 
 
 def _skips_metadata(environ: Mapping[str, str]) -> bool:
@@ -133,14 +134,16 @@ def _from_environ(environ: Mapping[str, str]) -> TpuSlice:
         chips_per_host=from_variables(environ, *parts.CHIPS),
         worker_id=from_variables(environ, env.CLOUD_TPU_TASK_ID, env.TPU_WORKER_ID),
         hostnames=from_variables(environ, env.TPU_WORKER_HOSTNAMES),
+        megascale=Megascale.read(environ),
     )
     return _make_slice(described, "environment", environ)
 
 
-def _from_metadata(metadata: MetadataClient) -> _Description | None:
+def _from_metadata(metadata: MetadataClient, environ: Mapping[str, str]) -> _Description | None:
     """Ask the metadata server; None if it cannot be reached or describes no TPU.
 
-    Source: the keys of ``tpu-env`` as printed on a v4-256, and those torch_xla 2.9.0 reads.
+    Source: the keys of ``tpu-env`` as printed on a v4-256, and those torch_xla 2.9.0 reads. For the slices,
+        ``jax._src.clusters.cloud_tpu_cluster`` looks in the environment, then in ``tpu-env``.
     """
     try:
         tpu_env = metadata.tpu_env()
@@ -148,7 +151,6 @@ def _from_metadata(metadata: MetadataClient) -> _Description | None:
     # error is reported: the job would otherwise run on another slice than its own.
     except (MetadataUnreachableError, MetadataKeyError):
         return None
-    refuse_multislice(tpu_env, " in the metadata server's tpu-env")
 
     def value(*keys: str) -> Value | None:
         present = (key for key in keys if tpu_env.get(key))
@@ -160,6 +162,7 @@ def _from_metadata(metadata: MetadataClient) -> _Description | None:
         chips_per_host=value("TPU_CHIPS_PER_PROCESS_BOUNDS", "CHIPS_PER_HOST_BOUNDS"),
         worker_id=value("WORKER_ID"),
         hostnames=_endpoints(metadata),
+        megascale=Megascale.read(environ) or Megascale.read(tpu_env, " in the metadata server's tpu-env"),
     )
 
 
@@ -206,6 +209,7 @@ def _make_slice(described: _Description, origin: Origin, environ: Mapping[str, s
         origin=origin,
         visible_chips=part.chips,
         ignored=tuple(name for name in given if name not in part.variables),
+        megascale=described.megascale if part.bounds.chip_count == whole.chip_count else None,
     )
 
 
@@ -292,10 +296,10 @@ def cores(
     # Emulated hosts are alike, so the chips that are visible on one are those of each.
     visible = range(len(chips)) if tpu_slice.visible_chips is None else tpu_slice.visible_chips
     hosts = emulated.hosts_here if emulated else 1
-    kind = f"emulated {tpu_slice.accelerator.name}" if emulated else tpu_slice.accelerator.name
+    kind = f"emulated {tpu_slice.topology}" if emulated else tpu_slice.topology
     places = [
         (host, chip, core)
-        for host in range(tpu_slice.worker_id, tpu_slice.worker_id + hosts)
+        for host in range(tpu_slice.host_index, tpu_slice.host_index + hosts)
         for chip in visible
         for core in range(tpu_slice.accelerator.threads_per_process)
     ]

@@ -124,7 +124,7 @@ def _watched(plan: Plan, environ: Mapping[str, str]) -> Iterator[dict[str, str]]
         # forever.
         store.set(f"{key}/{number}", "finished")
         return
-    with monitored(plan.launching_hosts, plan.own_host, environ) as variables:
+    with monitored(plan.launching_hosts, plan.own_host, environ, plan.slices) as variables:
         _write(store, key, environ[POLYXLA_SECRET], variables[env.POLYXLA_MONITOR])
         yield variables
         others = [f"{key}/{other}" for other in range(1, len(plan.processes_here))]

@@ -514,7 +514,7 @@ def _place(index: int, size: int) -> Coordinates:
     chips = size // cores
     across = max(side for side in range(1, math.isqrt(chips) + 1) if chips % side == 0)
     chip, core = divmod(index, cores)
-    return chip % across, chip // across, core, core
+    return Coordinates(chip % across, chip // across, core, core)
 
 
 def _error(failure: pb.Failure) -> PjrtError:

@@ -70,11 +70,14 @@ class Hosts:
         names: in the order of their worker ids; one where a single launch starts all processes.
         own: this host's number.
         port: on which host 0 listens for the others' monitors.
+        slices: number of TPU slices, each with as many of the hosts. Of other slices' hosts, only the name of
+            host 0 is known.
     """
 
     names: tuple[str, ...]
     own: int
     port: int
+    slices: int = 1
 
     @property
     def first(self) -> str:
@@ -83,7 +86,11 @@ class Hosts:
 
     def named(self, host: int) -> str:
         """Return how messages name a host."""
-        return f"host {host} ({self.names[host]})"
+        name = f" ({self.names[host]})" if self.names[host] else ""
+        if self.slices == 1:
+            return f"host {host}{name}"
+        slice_id, own = divmod(host, len(self.names) // self.slices)
+        return f"host {own} of slice {slice_id}{name}"
 
 
 class Monitor:
@@ -334,7 +341,9 @@ def _send(connection: SealedConnection, kind: str, **fields: object) -> None:
 
 
 @contextlib.contextmanager
-def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+def monitored(
+    names: Sequence[str], own: int, environ: Mapping[str, str], slices: int = 1
+) -> Iterator[dict[str, str]]:
     """Monitor what runs in the context: the launch of one host's replica processes.
 
     Yields the variables by which they find the monitor.
@@ -344,6 +353,7 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
             nothing.
         own: this host's number.
         environ: the environment with the job's secret, the timeouts and the port.
+        slices: number of TPU slices, each with as many of the hosts.
 
     Raises:
         ReplicaLostError: another host has failed; with that host's exit code.
@@ -352,7 +362,8 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
     if not names:
         yield {}
         return
-    hosts = Hosts(tuple(names), own, _port(environ))
+    # A single launch that emulates all hosts is one host here.
+    hosts = Hosts(tuple(names), own, _port(environ), slices if len(names) > 1 else 1)
     limits = [timeout_s(environ, name) for name in (POLYXLA_STALL_TIMEOUT_S, POLYXLA_START_TIMEOUT_S)]
     monitor = Monitor(hosts, environ[POLYXLA_SECRET], *limits)
     failure: HostFailure | None = None

@@ -68,6 +68,13 @@ def find_library(
         )
     # Variables that select a part of the host are ignored: a worker serves the whole host.
     tpu_slice = this_slice({name: value for name, value in environ.items() if name not in _FOR_PARTS})
+    if tpu_slice.megascale:
+        raise UsageError(
+            "workers of TPU nodes do not work on several slices",
+            where=f"{env.MEGASCALE_NUM_SLICES}={tpu_slice.slices}",
+            fix=f"Start a worker for each slice, without the {env.MEGASCALE_NUM_SLICES} of the others: "
+            f"{env.POLYXLA_EMULATE}={tpu_slice.accelerator.name}, if it is emulated.",
+        )
     members = _members(tpu_slice, workers, emulated) if workers else None
     variables = _of_whole_host(tpu_slice, environ, members)
     if emulated:
