@@ -87,6 +87,12 @@ def test_a_type_has_a_topology(kind: str, topology: str) -> None:
     assert TargetTpu.parse(kind, TORCH_XLA).topology == topology
 
 
+def test_several_slices_have_the_topology_of_each() -> None:
+    target = TargetTpu.parse("2xv5e-256", TORCH_XLA)
+    assert (target.name, target.devices, target.topology) == ("2xv5litepod-256", 512, "v5e:16x16")
+    assert target.options == {"chips_per_host_bounds": (2, 2, 1), "num_slices": 2}
+
+
 def test_torch_tpu_compiles_for_tpu7x() -> None:
     target = TargetTpu.parse("tpu7x-8", TORCH_TPU)
     assert (target.topology, target.accelerator.devices) == ("tpu7x:2x2x1", 8)

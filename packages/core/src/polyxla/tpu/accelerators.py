@@ -212,6 +212,17 @@ class AcceleratorType:
             raise _no_such_size(generation, count, where)
         return cls(f"{generation.prefix}-{count}", generation.name, count, _bounds(generation, count))
 
+    @classmethod
+    def parse_slices(cls, text: str, where: str) -> tuple[int, AcceleratorType]:
+        """Read a type, or several slices of one, such as ``2xv5e-16``; return their number and the type.
+
+        Raises:
+            UsageError: there is no such type.
+        """
+        match = re.fullmatch(r"\s*([1-9]\d{0,2})x(.*)", text, re.ASCII | re.IGNORECASE | re.DOTALL)
+        slices, type_ = (int(match[1]), match[2]) if match else (1, text)
+        return slices, cls.parse(type_, where)
+
     @property
     def cores_per_chip(self) -> int:
         """TensorCores on a chip; the two of a v4 or v5p chip are one device, those of tpu7x are two."""

@@ -7,7 +7,6 @@ libtpu is the code that runs on a TPU.
 from __future__ import annotations
 
 import random
-import re
 import socket
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -80,9 +79,8 @@ class EmulatedTpu:
         if not text:
             return None
         where = f"{env.POLYXLA_EMULATE}={text}"
-        match = re.fullmatch(r"\s*([1-9]\d{0,2})x(.*)", text, re.ASCII | re.IGNORECASE | re.DOTALL)
-        slices, type_ = (int(match[1]), match[2]) if match else (1, text)
-        emulated = cls(AcceleratorType.parse(type_, where), slices=slices)
+        slices, accelerator = AcceleratorType.parse_slices(text, where)
+        emulated = cls(accelerator, slices=slices)
         emulated._check_megascale(environ, where)
         return replace(emulated, host=_host(environ.get(env.POLYXLA_EMULATE_HOST), emulated))
 

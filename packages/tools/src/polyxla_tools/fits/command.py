@@ -215,7 +215,7 @@ class ScriptChecker:
         checked: list[CheckedProgram] = []
         with tempfile.TemporaryDirectory(prefix="polyxla-fits-") as directory:
             run = EmulatedRun(command, self.target, self.framework, self.steps, self._left())
-            self.status.phase(f"running {' '.join(command)} on an emulated {self.target.accelerator.name}")
+            self.status.phase(f"running {' '.join(command)} on an emulated {self.target.name}")
             programs = run.collect(Path(directory), self.environ, self.status.detail)
             self.status.phase(f"compiling {len(programs)} programs for it with libtpu {self.version}")
             with CompileProcess(self.library, self.target, self.environ) as compiler:

@@ -9,6 +9,7 @@ jaxlib could compile the same with a libtpu of its own age, but crashes on the o
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -22,6 +23,7 @@ from typing import Any
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import plugin
 from polyxla_bridge.plugin_client.plugin import HloProgram, NamedValues, Option, Text, read_values
+from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,16 @@ class TopologyCompiler:
             num_options=values.count,
         ).topology
 
+        found = self._call("TopologyDescription_GetDeviceDescriptions", topology=self._topology)
+        described = (ctypes.c_void_p * found.num_descriptions).from_address(found.descriptions)
+        self._ids = [
+            int(self._call("DeviceDescription_Id", device_description=device).id) for device in described
+        ]
+
     @property
     def device_count(self) -> int:
         """Number of devices of the topology."""
-        found = self._call("TopologyDescription_GetDeviceDescriptions", topology=self._topology)
-        return int(found.num_descriptions)
+        return len(self._ids)
 
     def compile(self, hlo: bytes, options: bytes) -> Cost:
         """Compile a program, and return what it needs.
@@ -95,7 +102,7 @@ class TopologyCompiler:
         Raises:
             PjrtError: it cannot be compiled, or needs too much memory.
         """
-        program, chosen = HloProgram(hlo), Text(options)
+        program, chosen = HloProgram(hlo), Text(self._with_own_ids(options))
         executable = self._call(
             "Compile",
             topology=self._topology,
@@ -108,6 +115,19 @@ class TopologyCompiler:
             return self._cost(executable)
         finally:
             self._call("Executable_Destroy", executable=executable)
+
+    def _with_own_ids(self, options: bytes) -> bytes:
+        """Return compile options for libtpu's numbers of the devices.
+
+        Those of several slices begin with 100000, 200000 and so on, in the order of the emulated devices.
+        Source: tried with libtpu 0.0.52, whose error is otherwise "MegaScaleId below minimum value".
+        """
+        if self._ids == list(range(len(self._ids))):
+            return options
+        chosen = CompileOptionsProto.FromString(options)
+        for devices in chosen.executable_build_options.device_assignment.computation_devices:
+            devices.replica_device_ids[:] = [self._ids[number] for number in devices.replica_device_ids]
+        return chosen.SerializeToString()
 
     def _cost(self, executable: int) -> Cost:
         memory = self._call("Executable_GetCompiledMemoryStats", executable=executable)

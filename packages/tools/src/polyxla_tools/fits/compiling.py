@@ -70,9 +70,8 @@ class CompileProcess:
         arguments = [str(library), target.topology, json.dumps(target.options)]
         self._command = [sys.executable, "-m", compile_process.__name__, *arguments]
         # With these variables libtpu would look for this machine's TPU and ask the metadata server.
-        others = {
-            name: value for name, value in environ.items() if not name.startswith(("TPU_", "CLOUD_TPU_"))
-        }
+        of_this_tpu = ("TPU_", "CLOUD_TPU_", "MEGASCALE_")
+        others = {name: value for name, value in environ.items() if not name.startswith(of_this_tpu)}
         self._environ = {
             **others,
             tpu_env.TPU_SKIP_MDS_QUERY: "1",

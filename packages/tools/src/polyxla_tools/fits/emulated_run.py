@@ -145,7 +145,7 @@ class EmulatedRun:
         return {
             **kept,
             POLYXLA_RUNTIME: self.framework.runtime,
-            tpu_env.POLYXLA_EMULATE: self.target.accelerator.name,
+            tpu_env.POLYXLA_EMULATE: self.target.name,
             POLYXLA_LIBTPU_PROGRAMS: str(directory),
             **self.framework.variables,
         }

@@ -60,7 +60,7 @@ class Golden:
     def of(cls, script: CheckedScript, target: TargetTpu, libtpu: str) -> Golden:
         """Return the programs of a script that was checked."""
         programs = [GoldenProgram(checked.text, _numbers(checked)) for checked in script.programs]
-        return cls(target.accelerator.name, libtpu, programs)
+        return cls(target.name, libtpu, programs)
 
     @classmethod
     def read(cls, directory: Path) -> Golden | None:

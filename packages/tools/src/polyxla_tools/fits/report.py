@@ -108,8 +108,8 @@ def as_json(target: TargetTpu, version: str, script: CheckedScript) -> dict[str,
         for peak in script.peaks
     ]
     return {
-        "accelerator": target.accelerator.name,
-        "devices": target.accelerator.devices,
+        "accelerator": target.name,
+        "devices": target.devices,
         "hbm_bytes": target.memory_bytes,
         "libtpu": version,
         "fits": script.fits(target),
@@ -120,10 +120,9 @@ def as_json(target: TargetTpu, version: str, script: CheckedScript) -> dict[str,
 
 def as_text(target: TargetTpu, version: str, script: CheckedScript) -> Iterator[str]:
     """Yield what was found as lines."""
-    kind = target.accelerator
-    devices = f"{kind.devices} device{'s' if kind.devices > 1 else ''}"
+    devices = f"{target.devices} device{'s' if target.devices > 1 else ''}"
     memory = binary(target.memory_bytes)
-    yield f"{kind.name}: {devices} with {memory} of HBM each (compiled by libtpu {version})"
+    yield f"{target.name}: {devices} with {memory} of HBM each (compiled by libtpu {version})"
     compiled = [checked for checked in script.programs if checked.result.cost is not None]
     # By id, because a program holds dictionaries and so cannot be hashed.
     listed = {

@@ -103,30 +103,42 @@ class TargetTpu:
     """The TPU to compile for.
 
     Attributes:
-        accelerator: its type.
+        accelerator: the type of its slices.
+        slices: how many there are.
     """
 
     accelerator: AcceleratorType
+    slices: int = 1
 
     @classmethod
     def parse(cls, text: str, framework: Framework) -> TargetTpu:
-        """Read a type such as ``v5e-8``.
+        """Read a type such as ``v5e-8``, or several slices of one, such as ``2xv5e-8``.
 
         Raises:
             UsageError: there is no such type, or the framework's programs do not compile for it.
         """
-        accelerator = AcceleratorType.parse(text, f"--on {text}")
+        slices, accelerator = AcceleratorType.parse_slices(text, f"--on {text}")
         if accelerator.generation not in framework.generations:
             raise UsageError(
                 f"{framework.module}, with its libtpu, does not compile for a {accelerator.name}",
                 where=f"--on {text}",
                 fix=f"Choose one of {', '.join(framework.generations)}.",
             )
-        return cls(accelerator)
+        return cls(accelerator, slices)
+
+    @property
+    def name(self) -> str:
+        """Its name, as in ``POLYXLA_EMULATE``."""
+        return f"{self.slices}x{self.accelerator.name}" if self.slices > 1 else self.accelerator.name
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all slices."""
+        return self.slices * self.accelerator.devices
 
     @property
     def topology(self) -> str:
-        """The name that libtpu has for the arrangement of the chips, such as ``v5e:2x4``."""
+        """The name that libtpu has for the arrangement of a slice's chips, such as ``v5e:2x4``."""
         x, y, z = self.accelerator.bounds.chips
         generation = self.accelerator.generation
         # The ICI of these generations has two dimensions, and libtpu takes no third.
@@ -139,6 +151,8 @@ class TargetTpu:
         options: dict[str, Option] = {"chips_per_host_bounds": self.accelerator.bounds.chips_per_host}
         if self.accelerator.generation in _MEGACORE:
             options["chip_config_name"] = "megacore"
+        if self.slices > 1:
+            options["num_slices"] = self.slices
         return options
 
     @property
