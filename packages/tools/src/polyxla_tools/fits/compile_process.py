@@ -83,9 +83,10 @@ class TopologyCompiler:
 
         found = self._call("TopologyDescription_GetDeviceDescriptions", topology=self._topology)
         described = (ctypes.c_void_p * found.num_descriptions).from_address(found.descriptions)
-        self._ids = [
+        # Sorted, because libtpu lists the devices host by host; the numbers count through the coordinates.
+        self._ids = sorted(
             int(self._call("DeviceDescription_Id", device_description=device).id) for device in described
-        ]
+        )
 
     @property
     def device_count(self) -> int:
