@@ -39,4 +39,6 @@ def test_a_decoder_trains_on_two_slices_as_on_the_cpu(
 ) -> None:
     program = PROGRAMS / "decoder.py"
     on_cpu = train_on_cpu(program, "none", "cpu")
-    assert train_on_tpu("2xv4-8", 8, program, "fsdp") == pytest.approx(on_cpu, abs=1e-5)
+    each = ["-m", "polyxla", "run", "--each"]
+    on_slices = train_on_tpu("2xv4-8", 8, program, "ddp", launcher=each)
+    assert on_slices == pytest.approx(on_cpu, abs=1e-5)

@@ -33,6 +33,16 @@ def test_the_hosts_of_an_emulated_slice_know_their_number_and_each_other() -> No
     assert "POLYXLA_EMULATE_HOST" not in job("a", environ=emulate).environ_of(0)
 
 
+def test_the_hosts_of_emulated_slices_know_those_of_their_own_and_where_all_meet() -> None:
+    environ = job("a", "b", "c", "d", environ={"POLYXLA_EMULATE": "2xv4-16"}).environ_of(3)
+    assert environ == {
+        "POLYXLA_EMULATE": "2xv4-16",
+        "POLYXLA_EMULATE_HOST": "3",
+        "TPU_WORKER_HOSTNAMES": "c,d",
+        "MEGASCALE_COORDINATOR_ADDRESS": "a",
+    }
+
+
 def test_a_message_is_one_line_and_comes_back() -> None:
     message = HostMessage("line", {"text": "two\nlines \u2028 \ud800", "host": 3})
     line = message.encode()

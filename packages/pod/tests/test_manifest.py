@@ -39,7 +39,7 @@ def test_the_manifest_is_that_of_the_golden_file(stand_in: Pod, path: Path) -> N
 
 
 def test_there_are_golden_files() -> None:
-    assert [path.stem for path in GOLDEN] == ["v4-8", "v5e-16", "v5p-128", "v6e-256"]
+    assert [path.stem for path in GOLDEN] == ["2xv5e-16", "v4-8", "v5e-16", "v5p-128", "v6e-256"]
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
@@ -60,6 +60,27 @@ def test_every_type_is_valid_and_has_all_chips(kind: str) -> None:
     for side in sides:
         product *= side
     assert job["completions"] * chips == product == AcceleratorType.parse(kind, "the test").chips
+
+
+def test_each_slice_has_a_job_and_its_number() -> None:
+    found = made("v5e-16", name="mine", slices=3)
+    jsonschema.validate(found, SCHEMA)
+    (jobs,) = found["spec"]["replicatedJobs"]
+    assert (jobs["replicas"], jobs["template"]["spec"]["completions"]) == (3, 4)
+    (container,) = jobs["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["env"][1:] == [
+        {"name": "MEGASCALE_NUM_SLICES", "value": "3"},
+        {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": "mine-hosts-0-0.mine:8080"},
+        {
+            "name": "MEGASCALE_SLICE_ID",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}},
+        },
+    ]
+
+
+def test_several_slices_of_one_host_are_an_error() -> None:
+    with pytest.raises(UsageError, match=r"no job on several slices of one host, .* \(from --type 2xv4-8\)"):
+        made("v4-8", slices=2)
 
 
 def test_the_schema_refuses_a_field_that_does_not_exist() -> None:

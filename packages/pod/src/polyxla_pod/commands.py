@@ -211,7 +211,7 @@ def _with_variables(job: PodJob, host: int, command: Sequence[str]) -> str:
 def manifest(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGS]...", show_default=False)],
     accelerator: Annotated[
-        str, typer.Option("--type", metavar="TYPE", help="The TPU's type, such as v5e-16.")
+        str, typer.Option("--type", metavar="TYPE", help="The TPU's type, such as v5e-16 or 2xv5e-16.")
     ],
     image: Annotated[
         str, typer.Option(metavar="IMAGE", help="Container image with polyxla and the command.")
@@ -240,8 +240,8 @@ def manifest(
                 where=f"--engine {engine}",
                 fix="Write jobset.",
             )
-        kind = AcceleratorType.parse(accelerator, f"--type {accelerator}")
-        options = ManifestOptions(name, namespace, _variables(variables), runtime, grace, retry)
+        slices, kind = AcceleratorType.parse_slices(accelerator, f"--type {accelerator}")
+        options = ManifestOptions(name, namespace, _variables(variables), runtime, grace, retry, slices)
         made = jobset(kind, image, command, options)
         print_json(made) if as_json else typer.echo(as_yaml(made), nl=False)
 

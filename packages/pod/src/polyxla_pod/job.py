@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from polyxla.plugin import POLYXLA_RUNTIME
+from polyxla.plugin import POLYXLA_RUNTIME, AcceleratorType
 from polyxla.plugin import tpu_env as env
 from polyxla_pod import tpu_nodes
 
@@ -104,8 +104,18 @@ class PodJob:
 
 
 def _emulated(environ: Mapping[str, str], addresses: Sequence[str], host: int) -> dict[str, str]:
-    """Return the variables that make a host emulate its part of a slice of several hosts."""
-    # A single host emulates the whole slice by itself.
-    if not environ.get(env.POLYXLA_EMULATE) or len(addresses) == 1:
+    """Return the variables that make a host emulate its part of one or several slices."""
+    text = environ.get(env.POLYXLA_EMULATE)
+    # A single host emulates all of them by itself.
+    if not text or len(addresses) == 1:
         return {}
-    return {env.POLYXLA_EMULATE_HOST: str(host), env.TPU_WORKER_HOSTNAMES: ",".join(addresses)}
+    slices, accelerator = AcceleratorType.parse_slices(text, f"{env.POLYXLA_EMULATE}={text}")
+    own = {env.POLYXLA_EMULATE_HOST: str(host)}
+    if slices == 1:
+        return {**own, env.TPU_WORKER_HOSTNAMES: ",".join(addresses)}
+    first = host - host % accelerator.hosts
+    return {
+        **own,
+        env.TPU_WORKER_HOSTNAMES: ",".join(addresses[first : first + accelerator.hosts]),
+        env.MEGASCALE_COORDINATOR_ADDRESS: addresses[0],
+    }

@@ -1,4 +1,4 @@
-"""``polyxla pod manifest``: a JobSet that runs a command on every host of a TPU slice of GKE.
+"""``polyxla pod manifest``: a JobSet that runs a command on every host of one or several TPU slices of GKE.
 
 Source: "TPUs in GKE" and "Deploy TPU Multislices in GKE", Google Kubernetes Engine documentation, for labels
     and resources; the type JobSetSpec of kubernetes-sigs/jobset, API v1alpha2, for the fields.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyxla import UsageError
-from polyxla.plugin import GENERATIONS, POLYXLA_RUNTIME, AcceleratorType
+from polyxla.plugin import GENERATIONS, POLYXLA_RUNTIME, AcceleratorType, tpu_env
 
 ACCELERATORS = {
     "v3": "tpu-v3-slice",
@@ -29,6 +29,8 @@ of one host is ``tpu-v3-device`` there.
 """
 _FLAT = {"v3", "v5e", "v6e"}
 """Generations with two numbers in their topology."""
+MEGASCALE_PORT = 8080
+"""The port of slice 0's first host, where the slices meet."""
 JOB = "hosts"
 """Name of the JobSet's only replicated job."""
 
@@ -44,6 +46,7 @@ class ManifestOptions:
         runtime: the runtime to use; None leaves the choice to polyxla.
         grace_s: time for checkpoints between SIGTERM and SIGKILL, in seconds.
         retry: how many times the JobSet is started again after a failure.
+        slices: number of slices.
     """
 
     name: str = "polyxla"
@@ -52,6 +55,7 @@ class ManifestOptions:
     runtime: str | None = None
     grace_s: int = 120
     retry: int = 0
+    slices: int = 1
 
 
 def node_selector(accelerator: AcceleratorType) -> dict[str, str]:
@@ -80,18 +84,25 @@ def node_selector(accelerator: AcceleratorType) -> dict[str, str]:
 def jobset(
     accelerator: AcceleratorType, image: str, command: Sequence[str], options: ManifestOptions
 ) -> dict[str, Any]:
-    """Return a JobSet with a pod for each host of one slice.
+    """Return a JobSet with a job for each slice, and in it a pod for each host.
 
     The JobSet's controller makes the headless service; GKE gives each pod its TPU's variables.
 
     Raises:
-        UsageError: GKE does not have the type, or the name is not one of Kubernetes's.
+        UsageError: GKE does not have the type, or not several slices of it, or the name is not one of
+            Kubernetes's.
     """
-    _check_name(options.name, accelerator.hosts)
+    _check_name(options.name, options.slices, accelerator.hosts)
+    if options.slices > 1 and accelerator.hosts == 1:
+        raise UsageError(
+            f"GKE has no job on several slices of one host, such as {accelerator.name}",
+            where=f"--type {options.slices}x{accelerator.name}",
+            fix="Choose a type of several hosts, such as v5litepod-16.",
+        )
     metadata: dict[str, Any] = {"name": options.name}
     if options.namespace:
         metadata["namespace"] = options.namespace
-    # This puts all pods on the nodes of one slice, and keeps other jobs away from it.
+    # This puts all pods of a job on the nodes of one slice, and keeps other jobs away from it.
     metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     runtime = {POLYXLA_RUNTIME: options.runtime} if options.runtime else {}
     environ = {"PYTHONUNBUFFERED": "1", **runtime, **options.environ}
@@ -101,7 +112,10 @@ def jobset(
         "name": "polyxla",
         "image": image,
         "command": list(command),
-        "env": [{"name": name, "value": value} for name, value in environ.items()],
+        "env": [
+            *({"name": name, "value": value} for name, value in environ.items()),
+            *_megascale(options),
+        ],
         "resources": {"requests": {"google.com/tpu": chips}, "limits": {"google.com/tpu": chips}},
     }
     pod = {
@@ -125,14 +139,31 @@ def jobset(
         "spec": {
             "network": {"enableDNSHostnames": True},
             "failurePolicy": {"maxRestarts": options.retry},
-            "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
+            "replicatedJobs": [{"name": JOB, "replicas": options.slices, "template": {"spec": job}}],
         },
     }
 
 
-def _check_name(name: str, hosts: int) -> None:
+def _megascale(options: ManifestOptions) -> list[dict[str, Any]]:
+    """Return the variables that describe a pod's slice among several.
+
+    Source: "Deploy TPU Multislices in GKE" for the names of the variables. JobSet labels a pod with the number
+        of its job, which is the slice's, and gives the first pod of the first job this name.
+    """
+    if options.slices == 1:
+        return []
+    number = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}}
+    first = f"{options.name}-{JOB}-0-0.{options.name}:{MEGASCALE_PORT}"
+    return [
+        {"name": tpu_env.MEGASCALE_NUM_SLICES, "value": str(options.slices)},
+        {"name": tpu_env.MEGASCALE_COORDINATOR_ADDRESS, "value": first},
+        {"name": tpu_env.MEGASCALE_SLICE_ID, "valueFrom": number},
+    ]
+
+
+def _check_name(name: str, slices: int, hosts: int) -> None:
     # A pod's name is a host name of at most 63 characters, and adds the job, its number and the pod's.
-    longest = 63 - len(f"-{JOB}-0-{hosts - 1}")
+    longest = 63 - len(f"-{JOB}-{slices - 1}-{hosts - 1}")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest:
         raise UsageError(
             f"{name!r} cannot be the name of a JobSet",

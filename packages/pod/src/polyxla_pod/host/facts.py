@@ -72,7 +72,7 @@ def _worker(environ: Mapping[str, str]) -> dict[str, Any] | None:
         found = this_slice(environ)
     except UsageError as error:
         return {"error": str(error)}
-    return {"id": found.worker_id, "hosts": found.bounds.host_count, "type": found.accelerator.name}
+    return {"id": found.host_index, "hosts": found.host_count, "type": found.topology}
 
 
 def _own_address(environ: Mapping[str, str]) -> IPv4Address | None:
@@ -80,7 +80,8 @@ def _own_address(environ: Mapping[str, str]) -> IPv4Address | None:
     number = environ.get(env.POLYXLA_EMULATE_HOST, "")
     names = environ.get(env.TPU_WORKER_HOSTNAMES, "").split(",")
     try:
-        return IPv4Address(names[int(number)])
+        # The hosts count through the slices, and the names are those of the own slice.
+        return IPv4Address(names[int(number) % len(names)])
     except (ValueError, IndexError):
         return None
 
