@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ class OfDevice(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
         """Replace it in a string."""
         if isinstance(node.value, str):
-            text = ONLY if node.value in ("cuda:0", "cuda:1") else node.value
+            text = re.sub(r"cuda:\d", ONLY, node.value)
             return ast.Constant(text.replace("cuda", DEVICE).replace("nccl", BACKEND))
         return node
 
@@ -53,10 +54,15 @@ class OfDevice(ast.NodeTransformer):
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
-        """Replace ``f"cuda:{rank}"``."""
-        match node.values:
-            case [ast.Constant("cuda:"), ast.FormattedValue()]:
-                return ast.Constant(ONLY)
+        """Replace ``f"cuda:{rank}"``, also in a longer text."""
+        values: list[ast.expr] = []
+        for value in node.values:
+            match values[-1:], value:
+                case [ast.Constant(str(text)) as before], ast.FormattedValue() if text.endswith("cuda:"):
+                    before.value = text.removesuffix("cuda:") + ONLY
+                case _:
+                    values.append(value)
+        node.values = values
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
@@ -192,17 +198,19 @@ class Group:
     def init(self, *args: Any, **options: Any) -> None:
         """Stand in for ``init_process_group``."""
         backend = options.get("backend", args[0] if args else None)
-        if backend in ("fake", "threaded"):
+        if backend == "fake":
+            # By its name alone torch makes one for the devices that it knows.
+            options["backend"] = ",".join(f"{device}:fake" for device in {"cpu", DEVICE})
+            _init(*args[1:], **options)
+        elif backend == "threaded":
             _init(*args, **options)
         elif not dist.is_initialized():
             self._meet()
             self.count += 1
             store = dist.PrefixStore(f"{self.test} {self.count}", self.store)
-            _init(BACKEND, store=store, rank=RANK, world_size=REPLICAS, device_id=options.get("device_id"))
-
-    def init_dtensor(self, eager_init: bool = False, *_: object) -> None:
-        """Stand in for ``init_pg`` of DTensor's base, which can bind a device to the group."""
-        self.init(device_id=torch.device(DEVICE, 0) if eager_init else None)
+            # Some have a backend for each kind of device.
+            ours = backend if DEVICE == "tpu" and ":" in str(backend) else BACKEND
+            _init(ours, store=store, rank=RANK, world_size=REPLICAS, device_id=options.get("device_id"))
 
     def fails(self, where: str) -> bool:
         """Return whether this test fails in the same place in all replicas, so that none waits for others."""
@@ -278,6 +286,10 @@ def _set_up_with_group(self: Any) -> None:
     type(self).pg = dist.group.WORLD
 
 
+def _init_dtensor(self: Any, eager_init: bool = False, backend: str | None = None) -> None:
+    group.init(backend or self.backend, device_id=torch.device(DEVICE, 0) if eager_init else None)
+
+
 def _set_up_class(cls: Any) -> None:
     cls.rank = RANK
 
@@ -333,7 +345,7 @@ continuous.setUpClass, continuous.tearDownClass = classmethod(_set_up_class), cl
 continuous.world_size = 2
 dist.init_process_group = dist.distributed_c10d.init_process_group = group.init
 any_dtensor: Any = dtensor
-any_dtensor.init_pg, sharded.init_pg = group.init_dtensor, group.init
+any_dtensor.init_pg, sharded.init_pg = _init_dtensor, group.init
 any_dtensor.destroy_pg = sharded.destroy_pg = group.destroy
 any_dtensor.device_type = property(lambda _: DEVICE)
 sharded.init_comms, sharded.destroy_comms = group.init, group.destroy
@@ -343,6 +355,10 @@ any_distributed: Any = common_distributed
 any_common_dtensor: Any = common_dtensor
 # The names in PyTorch 2.6.
 any_distributed.MultiProcContinousTest = continuous
+# Tests delay a stream of CUDA so, to see what waits for it; here nothing is late.
+module._sleep = _do_nothing  # noqa: SLF001
+any_utils: Any = common_utils
+any_utils.get_cycles_per_ms = lambda *_: 1.0
 any_fsdp: Any = common_fsdp
 any_fsdp.test_compiled_fsdp = common_fsdp.compiled_fsdp_test
 any_pipelining: Any = pipelining
