@@ -78,6 +78,7 @@ SCORECARDS = {
     "operators": ("torchtpu", "torch"),
     "torch": ("torchtpu", "torch"),
     "dtensor-operators": ("torchtpu", "torch"),
+    "dtensor-tools": ("torchtpu", "torch"),
     "fsdp2": ("torchtpu", "torch"),
     "device-mesh": ("torchtpu", "torch"),
     "pipelining": ("torchtpu", "torch"),
