@@ -147,8 +147,8 @@ def jobset(
 def _megascale(options: ManifestOptions) -> list[dict[str, Any]]:
     """Return the variables that describe a pod's slice among several.
 
-    Source: "Deploy TPU Multislices in GKE" for the names of the variables. JobSet labels a pod with the number
-        of its job, which is the slice's, and gives the first pod of the first job this name.
+    Source: "Deploy TPU Multislices in GKE" for the names of the variables. JobSet labels a pod with the
+        number of its job, which is the slice's, and gives the first pod of the first job this name.
     """
     if options.slices == 1:
         return []
