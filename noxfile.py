@@ -81,6 +81,7 @@ SCORECARDS = {
     "dtensor-tools": ("torchtpu", "torch"),
     "fsdp2": ("torchtpu", "torch"),
     "device-mesh": ("torchtpu", "torch"),
+    "checkpoint": ("torchtpu", "torch"),
     "pipelining": ("torchtpu", "torch"),
     "accelerate": ("torchtpu", "accelerate"),
     "examples": ("torchtpu", "examples"),

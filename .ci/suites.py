@@ -295,6 +295,16 @@ SUITES = {
     ),
     "fsdp2": torch_suite("fsdp2", "test/distributed/_composable/fsdp", "test_*.py"),
     "device-mesh": torch_suite("device-mesh", "test/distributed", "test_device_mesh.py"),
+    "checkpoint": torch_suite(
+        "checkpoint",
+        "test/distributed/checkpoint",
+        "test_checkpoint.py",
+        "test_dtensor_*.py",
+        "test_file_system_checkpoint.py",
+        "test_fsspec.py",
+        "e2e/test_*.py",
+        "fsdp/test_*.py",
+    ),
     "pipelining": torch_suite("pipelining", "test/distributed/pipelining", "test_*.py"),
     "accelerate": Suite(
         "Accelerate's own test scripts on TorchTPU and an emulated v4-8, in two processes.",
