@@ -76,9 +76,12 @@ SCORECARDS = {
     "lightning": ("pjrt", "lightning"),
     "dtensor": ("torchtpu", "torch"),
     "operators": ("torchtpu", "torch"),
+    "gradients": ("torchtpu", "torch"),
     "torch": ("torchtpu", "torch"),
     "dtensor-operators": ("torchtpu", "torch"),
     "dtensor-tools": ("torchtpu", "torch"),
+    "torch-sample": ("torchtpu", "torch"),
+    "torchcts": ("torchtpu", "torchcts"),
     "fsdp2": ("torchtpu", "torch"),
     "device-mesh": ("torchtpu", "torch"),
     "checkpoint": ("torchtpu", "torch"),
@@ -87,8 +90,8 @@ SCORECARDS = {
     "examples": ("torchtpu", "examples"),
     "torchtitan": ("torchtpu", "torchtitan"),
 }
-# Its data library allows only older releases of some libraries than the pinned ones.
-UNPINNED = ["scorecard-torchtitan"]
+# These allow only older releases of torch, or of a library of data, than the pinned ones.
+UNPINNED = ["scorecard-torchcts", "scorecard-torchtitan"]
 # Extras that log to services, with many requirements, and the directory of their tests.
 TRACKERS = ["mlflow", "wandb"]
 TRACKERS_TESTS = "integration/trackers"

@@ -99,11 +99,12 @@ def run(suite: Suite, program: Program, root: Path, logs: Path) -> dict[str, str
     report.unlink(missing_ok=True)
     options = [f"--junitxml={report}"] if program.is_pytest else []
     own = {name: value.replace("LOGS", str(logs)) for name, value in program.variables.items()}
+    arguments = [argument.replace("LOGS", str(logs)) for argument in program.arguments]
     environ = {**snapshot(), **suite.variables, **own}
     with (logs / f"{stem}.log").open("w") as log:
         ended = _end(
             subprocess.Popen(
-                [*ending_with_this_process(), sys.executable, *program.arguments, *options],
+                [*ending_with_this_process(), sys.executable, *arguments, *options],
                 env=environ | {"PYTHONPATH": os.pathsep.join(map(str, suite.paths(root)))},
                 cwd=suite.paths(root)[0],
                 stdin=subprocess.DEVNULL,
@@ -116,7 +117,7 @@ def run(suite: Suite, program: Program, root: Path, logs: Path) -> dict[str, str
         )
     if ended == PASSED and program.gives_up and program.gives_up in (logs / f"{stem}.log").read_text():
         ended = FAILED
-    cases = _cases(report, program.group or program.name) if report.exists() else {}
+    cases = _cases(report, program.name) if report.exists() else {}
     # A report lacks a test that ended its process, or that failed in another replica.
     if not cases or ended not in (PASSED, FAILED) or (ended == FAILED and FAILED not in cases.values()):
         cases[program.name] = ended

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -17,10 +19,9 @@ class Program:
 
     Attributes:
         name: which the files of `scorecards` know it by.
-        arguments: of Python.
-        variables: that it needs; LOGS in a value becomes the directory of its output.
+        arguments: of Python; LOGS in one becomes the directory of its output.
+        variables: that it needs, with LOGS alike.
         is_pytest: whether pytest runs it, and can report on each of its tests.
-        group: what the names of its tests begin with, if not with its own name.
         timeout_s: after which it is ended, in seconds.
         gives_up: what it says if it ends without having done anything, and without an error.
     """
@@ -29,7 +30,6 @@ class Program:
     arguments: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     is_pytest: bool = False
-    group: str = ""
     timeout_s: float = 900
     gives_up: str = ""
 
@@ -150,23 +150,73 @@ def torch_suite(name: str, directory: str, *patterns: str) -> Suite:
     )
 
 
-def slices(suite: str, chosen: int, count: int, file: str, *options: str) -> Iterator[Program]:
-    """Yield the first slices of a file of PyTorch's tests for devices; a run can stop between them."""
+FOR_DEVICES = ("-p", "torch_device", "--noconftest")
+
+
+def slices(suite: str, chosen: int, count: int, name: str, *options: str) -> Iterator[Program]:
+    """Yield the first slices of tests for devices; a run can stop between them."""
     for number in range(1, chosen + 1):
-        arguments = (str(CI / "torch_file.py"), suite, file, f"--slice={number}/{count}", *options)
-        yield Program(f"{file} {number}/{count}", arguments, is_pytest=True, group=file, timeout_s=3600)
+        arguments = (str(CI / "torch_file.py"), suite, f"--slice={number}/{count}", *options)
+        yield Program(f"{name} {number}/{count}", arguments, is_pytest=True, timeout_s=3600)
 
 
 def operators(_: Path) -> Iterator[Program]:
     """Yield a fourth of the tests that compare each operator with the CPU, or with NumPy."""
     chosen = "(test_compare_cpu or test_numpy_ref) and not cpu__refs"
-    yield from slices("operators", 5, 20, "test_ops.py", "--cuda-too", "-k", chosen)
+    options = (*FOR_DEVICES, "--cuda-too", "-k", chosen, "test_ops.py")
+    yield from slices("operators", 5, 20, "test_ops.py", *options)
+
+
+def gradients(_: Path) -> Iterator[Program]:
+    """Yield a sample of what compares gradients with the CPU's, and bfloat16 with NumPy."""
+    options = (*FOR_DEVICES, "--cuda-too", "-k", "test_cpu_gpu_parity", "test_modules.py")
+    yield from slices("gradients", 1, 5, "test_modules.py", *options)
+    for file, count in {"test_unary_ufuncs.py": 20, "test_binary_ufuncs.py": 12}.items():
+        options = (*FOR_DEVICES, "-k", "reference_numerics and tpu_bfloat16 and not _refs", file)
+        yield from slices("gradients", 1, count, file, *options)
 
 
 def device_tests(_: Path) -> Iterator[Program]:
     """Yield tests that PyTorch has for every device; some of their files have others, for the CPU."""
     for file in ("test_indexing.py", "test_view_ops.py"):
-        yield from slices("torch", 1, 1, file, "-k", "PRIVATEUSE1 or TPU")
+        yield from slices("torch", 1, 1, file, *FOR_DEVICES, "-k", "PRIVATEUSE1 or TPU", file)
+
+
+SAMPLED = {
+    "test_torch.py": 16,
+    "test_autograd.py": 4,
+    "test_nn.py": 40,
+    "nn/test_convolution.py": 8,
+    "nn/test_pooling.py": 4,
+    "nn/test_dropout.py": 2,
+    "nn/test_embedding.py": 4,
+    "test_optim.py": 20,
+    "test_reductions.py": 80,
+    "test_tensor_creation_ops.py": 20,
+}
+"""Of each file of tests for every device one in so many runs."""
+
+
+def device_sample(_: Path) -> Iterator[Program]:
+    """Yield a sample of the tests that PyTorch has for every device."""
+    for file, count in SAMPLED.items():
+        yield from slices("torch-sample", 1, count, file, *FOR_DEVICES, "-k", "_tpu", file)
+
+
+TORCHCTS_SHARE = 40
+
+
+def torchcts(_: Path) -> Iterator[Program]:
+    """Yield a sample of the tests that TorchCTS has for what TorchTPU declares."""
+    spec = find_spec("torchcts")
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin).parent
+    # Its tests of itself are no tests of a device.
+    suites = sorted({str(path.parent) for path in package.glob("*/test_*.py")} - {str(package / "selftest")})
+    # Without -c, pytest finds this project's settings.
+    options = (f"--rootdir={package.parent}", f"-c{os.devnull}", "-ptorchcts_plugin", "--results-dir=LOGS")
+    yield from slices("torchcts", 1, TORCHCTS_SHARE, "torchcts", *options, *suites)
 
 
 def accelerate(root: Path) -> Iterator[Program]:
@@ -242,6 +292,7 @@ def examples(_: Path) -> Iterator[Program]:
 DEVICE = {
     "POLYXLA_EMULATE": "v5e-1",
     "PYTORCH_TESTING_DEVICE_ONLY_FOR": "tpu",
+    "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 SUITES = {
@@ -281,6 +332,17 @@ SUITES = {
         DEVICE | {"PYTORCH_TEST_WITH_SLOW": "1"},
         ("test", str(CI)),
     ),
+    "gradients": Suite(
+        "A fixed sample of PyTorch's comparison of modules, also backward, with the CPU, and of operators in "
+        "bfloat16 with NumPy, on TorchTPU and an emulated v5e-1.",
+        "every fifth `test_cpu_gpu_parity` in test_modules.py, every 20th and 12th `reference_numerics` in "
+        "bfloat16 in test_unary_ufuncs.py and test_binary_ufuncs.py in test of PyTorch 2.6",
+        "PYTORCH",
+        ("torch_tpu", "numpy"),
+        gradients,
+        DEVICE,
+        ("test", str(CI)),
+    ),
     "torch": Suite(
         "PyTorch's tests of indexing and views on TorchTPU and an emulated v5e-1.",
         "test/test_indexing.py and test/test_view_ops.py of PyTorch 2.6",
@@ -289,6 +351,29 @@ SUITES = {
         device_tests,
         DEVICE,
         ("test", str(CI)),
+    ),
+    "torch-sample": Suite(
+        "A fixed sample of PyTorch's tests for every device, on TorchTPU and an emulated v5e-1.",
+        "every N-th test of "
+        + ", ".join(f"{file} ({count})" for file, count in SAMPLED.items())
+        + " in test "
+        "of PyTorch 2.6",
+        "PYTORCH",
+        ("torch_tpu", "numpy"),
+        device_sample,
+        DEVICE,
+        ("test", str(CI)),
+    ),
+    "torchcts": Suite(
+        f"Every {TORCHCTS_SHARE}th of the tests of TorchCTS, a conformance suite for PyTorch's devices, that "
+        "apply to what `.ci/torchcts_manifest` declares, on TorchTPU and an emulated v5e-1.",
+        "the package torchcts 0.4.1, which needs no checkout",
+        ".",
+        ("torch_tpu", "torchcts", "numpy"),
+        torchcts,
+        # Without the second, each start asks a process for each capability.
+        DEVICE | {"_TORCHCTS_SUBPROCESS": "1"},
+        (str(CI / "torchcts_manifest"), str(CI)),
     ),
     "dtensor": torch_suite(
         "dtensor", "test/distributed/_tensor", "test_api.py", "test_dtensor.py", "test_redistribute.py"
