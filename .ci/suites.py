@@ -203,7 +203,7 @@ def device_sample(_: Path) -> Iterator[Program]:
         yield from slices("torch-sample", 1, count, file, *FOR_DEVICES, "-k", "_tpu", file)
 
 
-TORCHCTS_SHARE = 40
+TORCHCTS_SHARE = 60
 
 
 def torchcts(_: Path) -> Iterator[Program]:
@@ -214,8 +214,9 @@ def torchcts(_: Path) -> Iterator[Program]:
     package = Path(spec.origin).parent
     # Its tests of itself are no tests of a device.
     suites = sorted({str(path.parent) for path in package.glob("*/test_*.py")} - {str(package / "selftest")})
-    # Without -c, pytest finds this project's settings.
-    options = (f"--rootdir={package.parent}", f"-c{os.devnull}", "-ptorchcts_plugin", "--results-dir=LOGS")
+    # Without -c, pytest finds this project's settings. TorchCTS needs Python's own stderr.
+    settings = (f"--rootdir={package.parent}", f"-c{os.devnull}", "--capture=no")
+    options = (*settings, "-ptorchcts_plugin", "--results-dir=LOGS")
     yield from slices("torchcts", 1, TORCHCTS_SHARE, "torchcts", *options, *suites)
 
 

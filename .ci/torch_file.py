@@ -27,6 +27,7 @@ LIMIT_S = 300.0
 """For a test."""
 START_LIMIT_S = 1200.0
 """For the start of the process: some need minutes to find their tests."""
+ENDED = "ended its process with code {}"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "journal")
 
 
@@ -55,8 +56,13 @@ def run(options: Sequence[str], journal: Path) -> dict[str, str]:
             with journal.open("a") as file:
                 file.write(json.dumps({"test": test, "outcome": why}) + "\n")
         # A process may also abort between two tests.
-        if journal.stat().st_size == before or not (hanging or "signal" in why):
-            return _read(journal)
+        if journal.stat().st_size != before and (hanging or "signal" in why):
+            continue
+        outcomes = _read(journal)
+        # A process after one that was lost may find no test left.
+        if why not in (ENDED.format(0), ENDED.format(1)) and not (outcomes and why == ENDED.format(5)):
+            raise SystemExit(f"pytest {why}, and says above why; {len(outcomes)} tests were over")
+        return outcomes
 
 
 def _read(journal: Path) -> dict[str, str]:
@@ -75,7 +81,7 @@ def _wait(process: subprocess.Popen[bytes], journal: Path) -> str:
             if now != size:
                 size, since, limit_s = now, time.monotonic(), LIMIT_S
         else:
-            return f"ended by signal {-code}" if code < 0 else f"ended its process with code {code}"
+            return f"ended by signal {-code}" if code < 0 else ENDED.format(code)
     return f"not over after {limit_s:.0f} s"
 
 

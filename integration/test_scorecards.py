@@ -171,6 +171,20 @@ def test_pytest_goes_on_after_a_test_that_aborts(tmp_path: Path, monkeypatch: py
     }
 
 
+def test_tests_that_pytest_does_not_find_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / ".ci"))
+    monkeypatch.chdir(tmp_path)
+    import torch_file
+
+    Path("conftest.py").write_text("1 / 0")
+    Path("test_it.py").write_text(ABORTS)
+    with pytest.raises(SystemExit, match=r"pytest ended its process with code 4, .* 0 tests were over"):
+        torch_file.run(("test_it.py",), tmp_path / "journal")
+
+
 def test_the_page_has_the_counts_of_the_last_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     import scorecard as module
