@@ -42,6 +42,25 @@ def test_average_pooling_has_a_gradient() -> None:
     torch.testing.assert_close(found, _pooled(None))
 
 
+def _negated(replica: Replica | None) -> list[torch.Tensor]:
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    x = (replica.to_device(x) if replica else x).requires_grad_()
+    opposite = x.conj().imag
+    (opposite * torch.arange(1.0, 3.0, device=x.device)).sum().backward()
+    assert x.grad is not None
+    opposite, into = opposite.detach(), torch.zeros(3, 2, device=x.device)
+    into[0] = opposite
+    into[1]._neg_view().copy_(torch.tensor([3, 5], dtype=torch.uint8, device=x.device))
+    into[2]._neg_view().add_(opposite)
+    onto = torch.zeros(2).copy_(opposite)
+    return [*(part.cpu() for part in (opposite, opposite.clone(), opposite + 0, into, x.grad)), onto]
+
+
+def test_a_negated_view_has_its_sign() -> None:
+    (found,) = polyxla.launch(_negated, devices=1, runtime="torchtpu")
+    torch.testing.assert_close(found, _negated(None))
+
+
 @pytest.mark.long
 def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     assert run(tmp_path, EMULATED, *OPERATORS.split()) == 0

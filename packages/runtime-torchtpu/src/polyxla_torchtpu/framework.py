@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ _EXPERIMENTAL = r"<TorchTpu/ApiStage/ExperimentalApi/> (the TORCH_TPU_|'default_
 """How TorchTPU warns of what may change in later versions."""
 _library = torch.library.Library("aten", "IMPL")
 _torchs_batch_norm = F.batch_norm
+_NEGATIVE = torch._C.DispatchKey.Negative
 
 
 def load() -> None:
@@ -55,7 +56,7 @@ def load() -> None:
         return
     with ended_by_errors():
         update_environ(prepare(environ))
-    # On a real TPU as well: TorchTPU's own operator has no gradient anywhere.
+    # On a real TPU as well: TorchTPU's own operators are wrong anywhere.
     replace_operators()
     restore_to_own_device()
     environ = snapshot()
@@ -194,12 +195,45 @@ def _batch_norm(
 
 @functools.cache
 def replace_operators() -> None:
-    """Compute with a gradient, from now on, what TorchTPU 0.2.0 computes without one, also on a real TPU.
+    """Compute from now on what TorchTPU 0.2.0 computes wrongly, also on a real TPU.
 
     torch makes ``avg_pool1d`` of other operators. TorchTPU has a kernel of its own for it, and none for its
     gradient: the result requires no gradient, and what is before it is silently not trained.
+
+    In torch, ``z.conj().imag`` is a view of the memory with the opposite sign, which becomes numbers by
+    ``clone`` and ``copy_``. Those of TorchTPU take the memory's numbers.
     """
     _library.impl("avg_pool1d", _avg_pool1d, "AutogradPrivateUse1")
+    # torch warns that its own are replaced.
+    with warnings.catch_warnings(action="ignore"):
+        _library.impl("clone", _clone_negated, "Negative", with_keyset=True)
+        _library.impl("copy_", _copy_negated, "Negative", with_keyset=True)
+
+
+def _clone_negated(
+    keys: torch._C.DispatchKeySet, x: torch.Tensor, *, memory_format: torch.memory_format | None = None
+) -> torch.Tensor:
+    if x.device.type != "tpu":
+        below = keys & torch._C._dispatch_keyset_full_after(_NEGATIVE)
+        any_clone: Callable[..., torch.Tensor] = torch.ops.aten.clone.default.redispatch
+        return any_clone(below, x, memory_format=memory_format)
+    return torch._neg_view(x).clone(memory_format=memory_format).neg_()
+
+
+def _copy_negated(
+    keys: torch._C.DispatchKeySet, x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    if "tpu" not in (x.device.type, source.device.type):
+        below = keys & torch._C._dispatch_keyset_full_after(_NEGATIVE)
+        any_copy: Callable[..., torch.Tensor] = torch.ops.aten.copy_.default.redispatch
+        return any_copy(below, x, source, non_blocking)
+    if source.is_neg():
+        source = torch._neg_view(source).neg()
+    if x.is_neg():
+        torch._neg_view(x).copy_(source, non_blocking).neg_()
+    else:
+        x.copy_(source, non_blocking)
+    return x
 
 
 def _avg_pool1d(
