@@ -188,14 +188,14 @@ def device_tests(_: Path) -> Iterator[Program]:
 SAMPLED = {
     "test_torch.py": 16,
     "test_autograd.py": 4,
-    "test_nn.py": 20,
+    "test_nn.py": 30,
     "nn/test_convolution.py": 8,
     "nn/test_pooling.py": 4,
     "nn/test_dropout.py": 2,
-    "nn/test_embedding.py": 4,
-    "test_optim.py": 20,
-    "test_reductions.py": 80,
-    "test_tensor_creation_ops.py": 20,
+    "nn/test_embedding.py": 12,
+    "test_optim.py": 40,
+    "test_reductions.py": 120,
+    "test_tensor_creation_ops.py": 30,
 }
 """Of each file of tests for every device one in so many runs."""
 FOR_EVERY_DEVICE = "_tpu and not upsamplingBiMode2d_consistency"
@@ -209,6 +209,7 @@ def device_sample(_: Path) -> Iterator[Program]:
 
 
 TORCHCTS_SHARE = 60
+OPINFO_SHARE = 400
 
 
 def torchcts(_: Path) -> Iterator[Program]:
@@ -217,12 +218,15 @@ def torchcts(_: Path) -> Iterator[Program]:
     assert spec is not None
     assert spec.origin is not None
     package = Path(spec.origin).parent
-    # Its tests of itself are no tests of a device.
-    suites = sorted({str(path.parent) for path in package.glob("*/test_*.py")} - {str(package / "selftest")})
     # Without -c, pytest finds this project's settings. TorchCTS needs Python's own stderr.
     settings = (f"--rootdir={package.parent}", f"-c{os.devnull}", "--capture=no")
     options = (*settings, "-ptorchcts_plugin", "--results-dir=LOGS")
-    yield from slices("torchcts", 1, TORCHCTS_SHARE, "torchcts", *options, *suites)
+    # Those of torch's database of operators compile many programs each.
+    opinfo = str(package / "opinfo")
+    # TorchCTS's tests of itself are no tests of a device.
+    others = {str(path.parent) for path in package.glob("*/test_*.py")} - {opinfo, str(package / "selftest")}
+    yield from slices("torchcts", 1, TORCHCTS_SHARE, "others", *options, *sorted(others))
+    yield from slices("torchcts", 1, OPINFO_SHARE, "opinfo", *options, opinfo)
 
 
 def accelerate(root: Path) -> Iterator[Program]:
@@ -371,8 +375,9 @@ SUITES = {
         ("test", str(CI)),
     ),
     "torchcts": Suite(
-        f"Every {TORCHCTS_SHARE}th of the tests of TorchCTS, a conformance suite for PyTorch's devices, that "
-        "apply to what `.ci/torchcts_manifest` declares, on TorchTPU and an emulated v5e-1.",
+        f"Every {OPINFO_SHARE}th of the operators' tests, and every {TORCHCTS_SHARE}th of the others, of "
+        "TorchCTS, a conformance suite for PyTorch's devices, that apply to what `.ci/torchcts_manifest` "
+        "declares, on TorchTPU and an emulated v5e-1.",
         "the package torchcts 0.4.1, which needs no checkout",
         ".",
         ("torch_tpu", "torchcts", "numpy"),
