@@ -243,17 +243,6 @@ def accelerate(root: Path) -> Iterator[Program]:
 
 CHIPS = 4
 TITAN = {
-    "dtensor-operators": torch_suite("dtensor-operators", "test/distributed/_tensor", "test_*_ops.py"),
-    "dtensor-tools": torch_suite(
-        "dtensor-tools",
-        "test/distributed/_tensor",
-        "test_attention.py",
-        "test_common_rules.py",
-        "test_init.py",
-        "test_op*.py",
-        "test_utils.py",
-        "*/test_*.py",
-    ),
     "fsdp2": (4, "--parallelism.data_parallel_shard_degree=4"),
     "hsdp": (4, "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2"),
     "tp": (1, "--parallelism.tensor_parallel_degree=4"),
@@ -391,6 +380,17 @@ SUITES = {
     ),
     "fsdp2": torch_suite("fsdp2", "test/distributed/_composable/fsdp", "test_*.py"),
     "device-mesh": torch_suite("device-mesh", "test/distributed", "test_device_mesh.py"),
+    "dtensor-operators": torch_suite("dtensor-operators", "test/distributed/_tensor", "test_*_ops.py"),
+    "dtensor-tools": torch_suite(
+        "dtensor-tools",
+        "test/distributed/_tensor",
+        "test_attention.py",
+        "test_common_rules.py",
+        "test_init.py",
+        "test_op*.py",
+        "test_utils.py",
+        "*/test_*.py",
+    ),
     "checkpoint": torch_suite(
         "checkpoint",
         "test/distributed/checkpoint",
