@@ -379,6 +379,7 @@ SUITES = {
         "dtensor", "test/distributed/_tensor", "test_api.py", "test_dtensor.py", "test_redistribute.py"
     ),
     "fsdp2": torch_suite("fsdp2", "test/distributed/_composable/fsdp", "test_*.py"),
+    "tensor-parallel": torch_suite("tensor-parallel", "test/distributed/tensor/parallel", "test_*.py"),
     "device-mesh": torch_suite("device-mesh", "test/distributed", "test_device_mesh.py"),
     "dtensor-operators": torch_suite("dtensor-operators", "test/distributed/_tensor", "test_*_ops.py"),
     "dtensor-tools": torch_suite(
