@@ -176,3 +176,16 @@ def test_a_lost_host_of_a_slice_is_named_by_the_launch_of_another(
     assert re.search(
         "^polyxla: error: host 0 of slice 1 is gone: its launching process ended", said, re.MULTILINE
     ), said[-3000:]
+
+
+@pytest.mark.pjrt
+@pytest.mark.long
+def test_a_slice_of_64_chips_starts_on_a_small_machine(clean_environ: dict[str, str]) -> None:
+    growth = Path(__file__).parents[1] / "benchmarks" / "growth.py"
+    done = run([str(growth), "replicas", "64", "--json"], clean_environ)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert (row["chips"], row["processes"], row["failed"]) == (64, 64, "")
+    # The aims, on two cores.
+    assert row["seconds"] < 180
+    assert row["gib"] < 16

@@ -237,6 +237,25 @@ def test_a_launch_knows_the_hosts_of_its_own_slice_and_the_first() -> None:
     assert {own[tpu_env.MEGASCALE_COORDINATOR_ADDRESS] for own in environs} == {"127.1.1.1:8080"}
 
 
+def test_slices_that_meet_by_torchrun_have_their_own_addresses() -> None:
+    # One process chooses for those of all hosts.
+    plans = [
+        tpu_plan(
+            "2xv4-8",
+            POLYXLA_EMULATE_HOST=str(host),
+            TPU_WORKER_HOSTNAMES=f"127.1.1.{host + 1}",
+            MEGASCALE_COORDINATOR_ADDRESS="127.1.1.1:8080",
+        )
+        for host in range(2)
+    ]
+    meeting = plans[0].meeting({})
+    for host, plan in enumerate(plans):
+        own = plan.process_environment(plan.first_process, 2, meeting)
+        hosts = {address.partition(":")[0] for address in own[tpu_env.TPU_PROCESS_ADDRESSES].split(",")}
+        assert hosts == {f"127.1.1.{host + 1}"}
+        assert own[tpu_env.MEGASCALE_SLICE_ID] == str(host)
+
+
 def test_a_single_core_waits_for_no_other_slice() -> None:
     environ = {"POLYXLA_EMULATE": "2xv4-8"}
     assert core_environment(environ, 1)[tpu_env.SKIP_MEGASCALE_PJRT_CLIENT] == "true"

@@ -265,6 +265,10 @@ class ChipPlan(Plan):
             first = listed[0].rpartition(":")[0]
             megascale = replace(megascale, coordinator=f"{first}:{DEFAULT_PORT}")
             listed = listed[slice_id * each : (slice_id + 1) * each]
+        else:
+            # Under torchrun, a process of another slice may have chosen them, with that slice's hosts.
+            ports = [address.rpartition(":")[2] for address in listed[: self.layout.processes]]
+            listed = self.addresses(ports).split(",")
         megascale = replace(megascale, slice_id=slice_id)
         return ",".join(listed), megascale.variables()
 
