@@ -5,7 +5,8 @@
 Each size is a v5e of so many chips. As replicas, one launch starts a process for each chip; as SPMD, each
 host has a program, and four chips (eight on a v5e-8). The time is from the start of the first command until
 the last process has the sum. The memory is what all processes then have: private pages, and their share of
-those that several have. Larger sizes follow smaller ones, until one fails.
+those that several have. Larger sizes follow smaller ones, until one fails. The programs of the hosts start
+from a process that ``polyxla warm on`` prepares, so that they share what they import, as replicas do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +33,7 @@ LIMIT, LIMIT_S = "--limit", 600.0
 MARK = "GROWTH_BENCHMARK"
 """A variable by which the processes of a measurement are found: some have left its session."""
 DONE = "SUMMED"
+POLYXLA = (sys.executable, "-m", "polyxla")
 GRACE_S = 10.0
 """Time for the processes to end after SIGTERM, in seconds."""
 
@@ -81,10 +84,15 @@ def measure(kind: str, chips: int, limit_s: float) -> dict[str, Any]:
     reached = threading.Semaphore(0)
     started = time.perf_counter()
     programs = []
-    with _ended(token):
+    with tempfile.TemporaryDirectory() as directory, _ended(token):
+        command = do(globals()[kind])
+        if kind == "spmd":
+            environ["XDG_RUNTIME_DIR"] = directory
+            subprocess.run([*POLYXLA, "warm", "on"], env=environ, check=True, stdout=subprocess.DEVNULL)
+            command = [*POLYXLA, "run", *command[1:]]
         for number in numbers:
             program = subprocess.Popen(
-                do(globals()[kind]),
+                command,
                 env={**environ, "POLYXLA_EMULATE_HOST": number},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
