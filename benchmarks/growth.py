@@ -5,8 +5,8 @@
 Each size is a v5e of so many chips. As replicas, one launch starts a process for each chip; as SPMD, each
 host has a program, and four chips (eight on a v5e-8). The time is from the start of the first command until
 the last process has the sum. The memory is what all processes then have: private pages, and their share of
-those that several have. Larger sizes follow smaller ones, until one fails. The programs of the hosts start
-from a process that ``polyxla warm on`` prepares, so that they share what they import, as replicas do.
+those that several have. Larger sizes follow smaller ones, until one fails. The programs of the hosts are
+forks of one process that has imported torch_xla, so that they share what they import, as replicas do.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ LIMIT, LIMIT_S = "--limit", 600.0
 MARK = "GROWTH_BENCHMARK"
 """A variable by which the processes of a measurement are found: some have left its session."""
 DONE = "SUMMED"
-POLYXLA = (sys.executable, "-m", "polyxla")
 GRACE_S = 10.0
 """Time for the processes to end after SIGTERM, in seconds."""
 
@@ -51,7 +49,28 @@ def _in_replica(replica: Any) -> None:
     _say(float(found[0]), replica.world_size)
 
 
-def spmd() -> None:
+def spmd(hosts: int) -> None:
+    given = dict(os.environ)
+    # First, because it imports the framework module. The others are what each host would import.
+    import torch_xla
+    import torch_xla.distributed.spmd.xla_sharding  # noqa: F401
+
+    import polyxla_bridge.engine.jax_engine  # noqa: F401
+    from polyxla_pjrt import framework
+
+    for host in range(hosts):
+        if os.fork() == 0:
+            # The import has prepared this process for one host; each fork is another.
+            os.environ.clear()
+            os.environ.update(given, POLYXLA_EMULATE_HOST=str(host))
+            framework.apply_environment()
+            _on_host()
+    for _ in range(hosts):
+        if code := os.waitstatus_to_exitcode(os.wait()[1]):
+            raise SystemExit(code)
+
+
+def _on_host() -> None:
     import numpy as np
     import torch
     import torch_xla.distributed.spmd.xla_sharding as xs
@@ -77,35 +96,26 @@ def measure(kind: str, chips: int, limit_s: float) -> dict[str, Any]:
     from polyxla.plugin import AcceleratorType
 
     hosts = AcceleratorType.parse(f"v5e-{chips}", "benchmark").hosts
-    numbers: Sequence[str] = [""] if kind == "replicas" else [str(host) for host in range(hosts)]
     wanted = chips if kind == "replicas" else hosts
     token = f"{os.getpid()}-{kind}-{chips}"
     environ = {**os.environ, "POLYXLA_EMULATE": f"v5e-{chips}", MARK: token}
     reached = threading.Semaphore(0)
     started = time.perf_counter()
-    programs = []
-    with tempfile.TemporaryDirectory() as directory, _ended(token):
-        command = do(globals()[kind])
-        if kind == "spmd":
-            environ["XDG_RUNTIME_DIR"] = directory
-            subprocess.run([*POLYXLA, "warm", "on"], env=environ, check=True, stdout=subprocess.DEVNULL)
-            command = [*POLYXLA, "run", *command[1:]]
-        for number in numbers:
-            program = subprocess.Popen(
-                command,
-                env={**environ, "POLYXLA_EMULATE_HOST": number},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            programs.append(program)
-            threading.Thread(target=_count, args=(program, reached), daemon=True).start()
-        errors = [_Errors(program) for program in programs]
+    with _ended(token):
+        program = subprocess.Popen(
+            do(globals()[kind], *([hosts] if kind == "spmd" else [])),
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        threading.Thread(target=_count, args=(program, reached), daemon=True).start()
+        said = _Errors(program)
         failed = ""
         for _ in range(wanted):
             while not failed and not reached.acquire(timeout=0.5):
-                failed = _failure(programs, errors, time.perf_counter() - started > limit_s, limit_s)
+                failed = _failure(program, said, time.perf_counter() - started > limit_s, limit_s)
             if failed:
                 break
         seconds = time.perf_counter() - started
@@ -134,13 +144,10 @@ class _Errors:
         self.lines.extend(self._program.stderr)
 
 
-def _failure(
-    programs: Sequence[subprocess.Popen[str]], errors: Sequence[_Errors], is_late: bool, limit_s: float
-) -> str:
-    for program, said in zip(programs, errors, strict=True):
-        if program.poll() is not None:
-            last = next((line for line in reversed(said.lines) if line.strip()), "no output")
-            return f"a program ended with {program.returncode}: {last.strip()}"
+def _failure(program: subprocess.Popen[str], said: _Errors, is_late: bool, limit_s: float) -> str:
+    if program.poll() is not None:
+        last = next((line for line in reversed(said.lines) if line.strip()), "no output")
+        return f"the program ended with {program.returncode}: {last.strip()}"
     return f"not within {limit_s:g} s" if is_late else ""
 
 
