@@ -262,6 +262,12 @@ def test_a_single_core_waits_for_no_other_slice() -> None:
     assert tpu_env.SKIP_MEGASCALE_PJRT_CLIENT not in core_environment({"POLYXLA_EMULATE": "v4-8"}, 1)
 
 
+def test_the_threads_of_a_program_are_for_the_devices_of_its_host() -> None:
+    plan = tpu_plan("v5e-256", POLYXLA_EMULATE_HOST="1")
+    program = plan.program_environment({}, 2)
+    assert (program[env.XLA_THREAD_POOL_SIZE], program[tpu_env.NPROC]) == ("16", "1")
+
+
 def test_launches_of_one_program_share_the_chips_of_its_host() -> None:
     plan = tpu_plan("v4-8")
     program = plan.program_environment({}, 2)

@@ -182,7 +182,10 @@ class TpuPlan(ChipPlan, PjrtPlan):
         device = {env.PJRT_DEVICE: self.kind}
         if self.emulated is None:
             return device
-        pools = thread_pools(Layout(self.layout.replicas), cpu_count)
+        # The program drives the devices of its host. A pool for those of all hosts would have a thousand
+        # threads on a v5e-256, in each of 64 programs.
+        own = Layout(self.layout.processes * self.layout.threads, hosts=self.layout.hosts)
+        pools = thread_pools(own, cpu_count)
         devices = self.chips_of(self.tpu_slice.host_index, self.emulated.devices(environ))
         # The program itself is a process of the host: it must find the same chips as its replicas.
         return device | pools | self.emulated.library_environment(devices) | self._slice_environment(environ)
