@@ -144,9 +144,12 @@ class Clients:
 
         jaxlib's CPU client never writes to it: a program that is to reuse the memory gets a copy instead.
         """
-        aval = jax.core.ShapedArray(host.shape, host.dtype)
-        device = self._device(index)
-        return _jax.batched_device_put(aval, self._shardings[index], [host], [device])
+        # Without it, jax would make 32-bit arrays of int64 and float64. The program may use jax, too, so its
+        # own setting stays.
+        with jax.enable_x64(True):
+            aval = jax.core.ShapedArray(host.shape, host.dtype)
+            device = self._device(index)
+            return _jax.batched_device_put(aval, self._shardings[index], [host], [device])
 
     def _list(self, index: int, num_partitions: int, devices: Sequence[int]) -> Any:
         """Return the devices of a program, which jaxlib's arrays of its results name."""

@@ -12,7 +12,6 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, wait
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 from jaxlib import _jax
@@ -55,8 +54,6 @@ class JaxEngine(LocalEngine):
     """
 
     def __init__(self, settings: BridgeSettings, on_lookup: Callable[[bool], None] | None = None) -> None:
-        # Without it, jax would make 32-bit arrays of int64 and float64.
-        jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
         self._clients = Clients(settings)
         super().__init__(settings, _devices(settings, self._clients))
         self._profile: Profile | None = None
