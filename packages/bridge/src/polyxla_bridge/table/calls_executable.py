@@ -68,15 +68,13 @@ def loaded_addressable_devices(bridge: Bridge, args: Any) -> None:
 
 
 def _members(bridge: Bridge, executable: Executable) -> Any:
-    """Return an array of the handles of this process's devices that run a program."""
+    """Return an array of the handles of this process's devices that run a program, in its own order."""
     if not executable.devices:
         return bridge.local_array
     # The executable keeps the array, because C reads it as long as the program exists.
     if "members" not in executable.native:
-        runs_on = executable.runs_on
-        executable.native["members"] = array(
-            [handle.handle for handle in bridge.local if runs_on(handle.device.index)]
-        )
+        local = {handle.device.index: handle.handle for handle in bridge.local}
+        executable.native["members"] = array([local[index] for index in executable.devices if index in local])
     return executable.native["members"]
 
 
@@ -183,7 +181,12 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
     ]
     buffers = [[bridge.buffer(argument) for argument in row] for row in rows]
     if executable.num_partitions > 1:
-        results = bridge.engine.execute_partitioned(executable, buffers, _kept(args))
+        # The engine takes the devices by their indices. JAX orders those of a mesh by their coordinates.
+        order = sorted(range(len(places)), key=lambda number: bridge.handles[places[number]].device.index)
+        found = bridge.engine.execute_partitioned(
+            executable, [buffers[number] for number in order], _kept(args)
+        )
+        results = [found[order.index(number)] for number in range(len(places))]
     else:
         device = bridge.handles[places[0]].device
         results = [bridge.engine.execute(executable, device, buffers[0], _kept(args))]
