@@ -99,8 +99,8 @@ def test_jax_computes_on_an_emulated_v4_beside_torch_xla(run: Run, slice_of: Sli
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [
         "2.0",
-        "[TPU:0, TPU:1, TPU:2, TPU:3] 36.0",
-        "[0. 3. 6. 9.] {TPU:1}",
+        "[tpu:0, tpu:1, tpu:2, tpu:3] 36.0",
+        "[0. 3. 6. 9.] {tpu:1}",
         "28.0 4",
         "4.0",
     ]
@@ -115,7 +115,7 @@ jax.config.update("jax_platforms", "tpu")
 print(jax.devices(), jax.jit(lambda x: x @ x + 1)(jnp.ones((3, 3))).sum(), "torch_xla" in sys.modules)
 """
     done = without_torch_xla(code, slice_of)
-    assert (done.returncode, done.stdout) == (0, "[TPU:0] 36.0 False\n"), done.stderr[-3000:]
+    assert (done.returncode, done.stdout) == (0, "[tpu:0] 36.0 False\n"), done.stderr[-3000:]
 
 
 def test_jax_may_end_its_client_and_make_another(slice_of: SliceOf) -> None:

@@ -177,7 +177,7 @@ def settings(topology: Topology, host: EmulatedHost, base: BridgeSettings) -> Br
         places=places,
         coordinator=_meeting(topology),
         host=_reachable(topology.addresses[topology.task]).rpartition(":")[0],
-        platform="TPU",
+        platform="tpu",
         kind=host.generation.kind,
         cores=host.generation.tensor_cores,
         memory_bytes=base.memory_bytes or host.generation.memory_gib << 30,
