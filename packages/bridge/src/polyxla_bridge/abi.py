@@ -439,6 +439,44 @@ Source: pjrt_c_api_cross_host_transfers_extension.h of XLA, version 6; libxla_ba
 passes 72 bytes to ``CopyToRemoteDevice``.
 """
 
+EXTENSION_TYPE_TPU_TOPOLOGY = 16
+"""``PJRT_Extension_Type_TpuTopology``. Source: the extension of this size of libtpu 0.0.52."""
+TpuTopologyExtension = _plain(
+    "TpuTopologyExtension",
+    ("base", _BASE),
+    *_fields(
+        "subslice:p is_subslice_topology:p subslice_device_id_from_full_device_id:p replace_host_bounds:p "
+        "is_enhanced_barrier_enabled:p has_limited_ici_connectivity:p is_reachable_over_limited_ici:p "
+        "process_count:p chips_per_process:p core_count_per_chip:p chip_count:p core_count:p "
+        "logical_device_count_per_process:p logical_device_count:p logical_device_count_per_chip:p "
+        "core_count_per_process:p process_ids:p logical_device_ids_on_process:p "
+        "proc_id_and_idx_on_proc_for_chip:p proc_id_and_idx_on_proc_for_logi_device:p "
+        "process_coord_from_id:p chip_id_from_coord:p logical_device_id_from_chip_coord_and_idx:p "
+        "chip_coord_and_idx_for_logi_device:p chips_per_process_bounds:p chip_bounds:p process_bounds:p "
+        "get_routing_strategy:p get_slice_config:p get_slice_configs:p get_default_platform_config:p later:p"
+    ),
+)
+TPU_TOPOLOGY_FUNCTIONS = tuple(name for name, *_ in TpuTopologyExtension._fields_[1:])
+"""The extension for a TPU's topology, and its functions, the last of which is not in the header.
+
+Source: pjrt_c_api_tpu_topology_extension.h of XLA, version 1, and the extension's size in libtpu 0.0.52.
+"""
+
+
+def _about_topology(name: str, declaration: str) -> type[Structure]:
+    return _plain(name, *_fields(f"struct_size:n topology:p {declaration}"))
+
+
+TpuCount = _about_topology("TpuCount", "count:i")
+TpuProcessIds = _about_topology("TpuProcessIds", "most:i ids:p count:n")
+TpuDevicesOfProcess = _about_topology("TpuDevicesOfProcess", "process:i most:i ids:p count:n")
+TpuPlace = _about_topology("TpuPlace", "asked:i process:i index:i")
+TpuChipAt = _about_topology("TpuChipAt", "coordinates:p count:n chip:i")
+TpuDeviceAt = _about_topology("TpuDeviceAt", "coordinates:p count:n index:i device:i")
+TpuChipOfDevice = _about_topology("TpuChipOfDevice", "device:i most:n coordinates:p count:n index:i")
+TpuBounds = _about_topology("TpuBounds", "most:n bounds:p count:n")
+"""Arguments of these functions; of those that answer yes or no, only the lowest byte of `TpuCount.count`."""
+
 OnReady = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """The callback of `Event_OnReady`: called with an error (or null) and ``user_arg``."""
 

@@ -15,6 +15,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.table import calls_client, calls_executable
 from polyxla_bridge.table.extensions import CrossHost, Profiler
 from polyxla_bridge.table.handles import CALLS, Bridge, Call
+from polyxla_bridge.table.tpu_topology import TpuTopology
 
 
 class CallRecord:
@@ -64,7 +65,8 @@ class Table:
     """
 
     def __init__(self, bridge: Bridge) -> None:
-        self._cross_host = CrossHost(bridge, native.address("polyxla_host_memory"))
+        self._topology = TpuTopology(bridge, native.address("polyxla_host_memory"))
+        self._cross_host = CrossHost(bridge, self._topology.address)
         self._profiler = Profiler(bridge, self._cross_host.address)
         # The null pointers behind the table's end are for XLA's client in torch_tpu 0.2.0: it looks up
         # functions there without asking for the version, and would call whatever it found.
@@ -94,6 +96,7 @@ class Table:
             setattr(self.api, name, native.address("polyxla_nothing"))
         self._profiler.silence()
         self._cross_host.silence()
+        self._topology.silence()
 
     def _guarded(self, bridge: Bridge, name: str, record: CallRecord | None) -> Any:
         function = CALLS.get(name, _unimplemented(name))
