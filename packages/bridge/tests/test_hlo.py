@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-import jax
-import numpy as np
 import pytest
-from jax.experimental import pallas
 from jaxlib import _jax
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 from jaxlib.mlir.dialects import stablehlo as current
@@ -139,23 +135,6 @@ def test_an_operation_of_a_newer_stablehlo_is_refused_with_both_versions() -> No
         compile_request.to_hlo(artifact("1.99.0", b"add_v7"))
     with pytest.raises(Exception, match=r"^INVALID_ARGUMENT: Failed to deserialize StableHLO"):
         compile_request.to_hlo(artifact("1.10.0", b"add_v7"))
-
-
-def test_a_kernel_for_tpu_cores_is_refused_with_what_to_write_instead() -> None:
-    def add_one(x: Any, y: Any) -> None:
-        y[...] = x[...] + 1
-
-    def with_kernel(x: Any) -> Any:
-        return pallas.pallas_call(add_one, out_shape=x)(x)
-
-    exported = jax.export.export(jax.jit(with_kernel), platforms=["tpu"])(np.ones((8, 128), np.float32))
-    program = compile_request.to_hlo(exported.mlir_module_serialized)
-    with pytest.raises(
-        PjrtError, match=r"jit_with_kernel has the tpu_custom_call .*enable_flash_sdp\(False\)"
-    ):
-        hlo.check_kernels(program)
-    quoted = module("HloModule tpu_custom_call\nENTRY main { ROOT x = f32[4] parameter(0) }")
-    hlo.check_kernels(quoted)
 
 
 def test_dynamic_shapes_are_refused() -> None:

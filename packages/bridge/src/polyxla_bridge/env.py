@@ -73,6 +73,11 @@ that are rounded to bfloat16.
 Default: not set; they are products of float32.
 """
 
+POLYXLA_EMULATE_KERNELS = "POLYXLA_EMULATE_KERNELS"
+"""``races``: a kernel for TPU cores is first run once, with zeros, by JAX's detector of races.
+Default: not set; a race goes unnoticed.
+"""
+
 POLYXLA_PJRT_PLUGIN = "POLYXLA_PJRT_PLUGIN"
 """A PJRT plugin on whose devices the bridge computes: the path of its library, or ``libtpu`` or ``cuda`` for
 the one of an installed package.
@@ -329,10 +334,23 @@ def has_tpu_numerics(environ: Mapping[str, str]) -> bool:
     Raises:
         ValueError: it has another value.
     """
-    text = environ.get(POLYXLA_EMULATE_NUMERICS, "")
-    if text not in ("", "tpu"):
-        raise ValueError(f"{POLYXLA_EMULATE_NUMERICS}={text!r} is not 'tpu'; write that, or unset it")
-    return text == "tpu"
+    return _is_set(environ, POLYXLA_EMULATE_NUMERICS, "tpu")
+
+
+def detects_races(environ: Mapping[str, str]) -> bool:
+    """Read `POLYXLA_EMULATE_KERNELS`.
+
+    Raises:
+        ValueError: it has another value.
+    """
+    return _is_set(environ, POLYXLA_EMULATE_KERNELS, "races")
+
+
+def _is_set(environ: Mapping[str, str], name: str, value: str) -> bool:
+    text = environ.get(name, "")
+    if text not in ("", value):
+        raise ValueError(f"{name}={text!r} is not {value!r}; write that, or unset it")
+    return text == value
 
 
 def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:

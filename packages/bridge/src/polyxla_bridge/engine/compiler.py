@@ -16,7 +16,7 @@ from polyxla_bridge.engine.expansions import cpu
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import arguments, cache, hlo, rewrite
+from polyxla_bridge.programs import arguments, cache, hlo, kernels, rewrite
 from polyxla_bridge.programs.compile_once import CompileCoordinator, CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 
@@ -57,7 +57,7 @@ class Compiler(CompileOnce):
         """Compile a program for all replicas, and load it on the first."""
         # These refuse dynamic shapes and kernels before the compilation.
         hlo.results(hlo_module)
-        hlo.check_kernels(hlo_module)
+        kernels.check(hlo_module)
         compile_options = xla_client.CompileOptions.ParseFromString(options)
         devices = self._devices(compile_options)
         self._complete(compile_options, devices)

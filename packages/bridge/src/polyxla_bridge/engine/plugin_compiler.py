@@ -15,7 +15,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import programs
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_bridge.plugin_client.programs import LoadedProgram
-from polyxla_bridge.programs import arguments, cache, hlo, merging, rewrite
+from polyxla_bridge.programs import arguments, cache, hlo, kernels, merging, rewrite
 from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto, HloModuleProtoWithConfig
@@ -92,7 +92,7 @@ class PluginCompiler(CompileOnce):
         hlo.results(hlo_module)
         # A real TPU runs its kernels, but what computes for an emulated chip cannot.
         if self._settings.places:
-            hlo.check_kernels(hlo_module)
+            kernels.check(hlo_module)
         asked = CompileOptionsProto.FromString(options)
         build = asked.executable_build_options
         devices = self._devices(hlo.assigned_devices(build.device_assignment.SerializeToString()))

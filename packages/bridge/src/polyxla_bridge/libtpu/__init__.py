@@ -28,12 +28,16 @@ def check(environ: Mapping[str, str]) -> None:
     """
     env.device_memory(environ)
     env.has_tpu_numerics(environ)
+    env.detects_races(environ)
 
 
 def open_library() -> None:
     """Fill the library's function table. The library calls this when a framework opens it."""
     from polyxla_bridge.activation import activate
+    from polyxla_bridge.libtpu import pallas
     from polyxla_bridge.libtpu.client import make_engine
+
+    pallas.watch()
 
     # Check sys.modules, because an import would load a framework that the program does not use. Any other
     # framework, such as JAX, needs nothing from its opener.

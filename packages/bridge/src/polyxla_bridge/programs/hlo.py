@@ -70,9 +70,6 @@ Meet = tuple[str, tuple[tuple[int, ...], ...]]
 _ONE_WAY = ("collective-broadcast", "collective-permute")
 """Collectives in which a replica may be done before the others have begun."""
 
-KERNEL = "tpu_custom_call"
-"""The custom call that runs a program of a TPU core's own. Source: ``jax._src.tpu_custom_call``."""
-
 
 def parse_module(data: bytes) -> HloModuleProto:
     """Parse a serialised HloModuleProto; fields that hlo.proto does not declare survive."""
@@ -186,7 +183,7 @@ def is_same_array(first: ShapeProto, other: ShapeProto) -> bool:
 
 def total_bytes(hlo: bytes) -> int:
     """Return the total size of the results of all instructions in a serialised HloModuleProto."""
-    return sum(size_bytes(instruction.shape) for instruction in _instructions(hlo))
+    return sum(size_bytes(instruction.shape) for instruction in instructions(hlo))
 
 
 def structure(hlo: bytes) -> bytes:
@@ -195,7 +192,7 @@ def structure(hlo: bytes) -> bytes:
     Programs of replicas that differ in their numbers only, such as the place of their share, have the same.
     """
     digest = hashlib.sha256()
-    for instruction in _instructions(hlo):
+    for instruction in instructions(hlo):
         digest.update(
             repr(
                 (instruction.opcode, instruction.operand_ids[:], instruction.called_computation_ids[:])
@@ -223,7 +220,7 @@ def stacks(hlo: bytes) -> dict[str, list[tuple[str, int]]]:
 
     found = {
         instruction.name: OpMetadata.FromString(instruction.metadata).stack_frame_id
-        for instruction in _instructions(hlo)
+        for instruction in instructions(hlo)
     }
     return {name: list(frames(number)) for name, number in found.items() if number}
 
@@ -238,7 +235,7 @@ def donated(hlo: bytes) -> frozenset[int]:
 
 def collectives(hlo: bytes) -> tuple[str, ...]:
     """Return the kinds of collectives in a serialised HloModuleProto, each once."""
-    found = {_kind(instruction) for instruction in _instructions(hlo)}
+    found = {_kind(instruction) for instruction in instructions(hlo)}
     return tuple(kind for kind in _COLLECTIVES if kind in found)
 
 
@@ -249,7 +246,7 @@ def is_collective(instruction: HloInstructionProto) -> bool:
 
 def depends_on_replicas(hlo: bytes) -> bool:
     """Return whether a program's results depend on the replica that runs it, or on other replicas."""
-    found = {_kind(instruction) for instruction in _instructions(hlo)}
+    found = {_kind(instruction) for instruction in instructions(hlo)}
     return bool(found & {*_COLLECTIVES, "replica-id", "partition-id", "send", "recv"})
 
 
@@ -260,7 +257,7 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
     have begun are left out, and so are those whose groups are written in a form that is not known here.
     """
     found: set[frozenset[int]] = set()
-    for instruction in _instructions(hlo):
+    for instruction in instructions(hlo):
         if _kind(instruction) not in _COLLECTIVES or _kind(instruction) in _ONE_WAY:
             continue
         listed = instruction.collective_device_list.replica_groups or instruction.replica_groups
@@ -315,27 +312,8 @@ def _named(shape: ShapeProto) -> str:
     return f"{_PRIMITIVES.get(shape.element_type, 'token')}[{','.join(map(str, shape.dimensions))}]"
 
 
-def check_kernels(hlo: bytes) -> None:
-    """Check that a serialised HloModuleProto has no kernels for TPU cores.
-
-    Raises:
-        PjrtError: it has some.
-    """
-    # Most programs have no kernel. Searching the bytes saves parsing them.
-    if KERNEL.encode() not in hlo:
-        return
-    if found := [
-        instruction.name for instruction in _instructions(hlo) if instruction.custom_call_target == KERNEL
-    ]:
-        raise PjrtError(
-            Code.UNIMPLEMENTED,
-            f"{module_name(hlo)} has the {KERNEL} {', '.join(found)}: a kernel for TPU cores, such as Pallas "
-            "makes, cannot run where a TPU is emulated. Use torch's or XLA's own operations; "
-            "for attention, write torch.backends.cuda.enable_flash_sdp(False)",
-        )
-
-
-def _instructions(hlo: bytes) -> Iterator[HloInstructionProto]:
+def instructions(hlo: bytes) -> Iterator[HloInstructionProto]:
+    """Yield all instructions of a serialised HloModuleProto."""
     return _of(parse_module(hlo))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from polyxla_bridge.programs import hlo, rewrite
+from polyxla_bridge.programs import hlo, kernels, rewrite
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
 
@@ -37,6 +37,8 @@ def as_on_tpu(module: bytes) -> bytes:
     }
 
     def rewrite_of(instruction: Instruction) -> rewrite.Rewrite | None:
+        if kernels.program_of(instruction):
+            return _in_kernel
         if instruction.opcode not in PRODUCTS:
             return None
         if hlo.F32 not in (types[number] for number in instruction.operand_ids[:2]):
@@ -55,6 +57,15 @@ def _precision(instruction: Instruction) -> int:
     if config.algorithm:
         return _ALGORITHMS.get(config.algorithm, _HIGHEST)
     return max(config.operand_precision, default=_DEFAULT)
+
+
+def _in_kernel(replacement: rewrite.Replacement) -> None:
+    """Rewrite the products of the program that a kernel carries."""
+    original = replacement.original
+    changed = replacement.add_copy("kernel", original.shape, original.operand_ids)
+    program = as_on_tpu(kernels.program_of(original))
+    changed.backend_config = kernels.with_program(original.backend_config.decode(), program).encode()
+    changed.id, changed.name = original.id, original.name
 
 
 def _in_bfloat16(precision: int, replacement: rewrite.Replacement) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, tpu
-from polyxla_bridge.programs import hlo, rewrite
+from polyxla_bridge.programs import hlo, kernels, rewrite
 
 
 def expanded(module: bytes, *, is_partitioned: bool) -> bytes:
@@ -31,6 +31,6 @@ def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
     Raises:
         PjrtError: the program has kernels for TPU cores.
     """
-    hlo.check_kernels(module)
+    kernels.check(module)
     simple = expanded(module, is_partitioned=partitions > 1)
     return hlo.with_layouts(rewrite.for_jaxlib(simple, replicas, is_partitioned=partitions > 1))

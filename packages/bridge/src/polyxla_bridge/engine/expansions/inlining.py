@@ -10,14 +10,17 @@ from typing import Any
 import jax
 from jaxlib import _jax
 
+from polyxla_bridge.abi import Code
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
 
 Function = Callable[..., Any]
-Choice = Callable[[Instruction, Mapping[int, Computation]], Function | None]
-"""Returns the function that computes an instruction from its operands; None if the instruction stays."""
+Choice = Callable[[Instruction, Mapping[int, Computation]], Function | Module | None]
+"""Returns the function or program that computes an instruction from its operands; None if the instruction
+stays."""
 
 
 def replace(module: bytes, *choices: Choice) -> bytes:
@@ -26,20 +29,23 @@ def replace(module: bytes, *choices: Choice) -> bytes:
     Args:
         module: the program.
         choices: called with each instruction, and the computations by their ids; the first choice that
-            returns a function decides.
+            returns something decides.
 
     Returns:
         The program; `module` itself if nothing was replaced.
+
+    Raises:
+        PjrtError: a program takes other operands than the instruction has.
     """
     parsed = hlo.parse_module(module)
     computations = {computation.id: computation for computation in parsed.computations}
     every = [instruction for computation in parsed.computations for instruction in computation.instructions]
-    functions: dict[int, Function] = {}
+    chosen: dict[int, Function | Module] = {}
     for instruction in every:
-        found = filter(None, (choose(instruction, computations) for choose in choices))
-        if (function := next(found, None)) is not None:
-            functions[instruction.id] = function
-    if not functions:
+        found = (choose(instruction, computations) for choose in choices)
+        if (first := next((choice for choice in found if choice is not None), None)) is not None:
+            chosen[instruction.id] = first
+    if not chosen:
         return module
     shapes = {instruction.id: instruction.shape for instruction in every}
     imported = _Imported(parsed)
@@ -47,11 +53,11 @@ def replace(module: bytes, *choices: Choice) -> bytes:
         instructions = list(computation.instructions)
         del computation.instructions[:]
         for instruction in instructions:
-            if instruction.id in functions:
+            if (choice := chosen.get(instruction.id)) is not None:
                 operands = [hlo.array_type(shapes[id_]) for id_ in instruction.operand_ids]
-                computation.instructions.extend(
-                    imported.inlined(_lowered(functions[instruction.id], operands), instruction)
-                )
+                simple = choice if isinstance(choice, Module) else _lowered(choice, operands)
+                _check(simple, operands, instruction)
+                computation.instructions.extend(imported.inlined(simple, instruction))
             else:
                 computation.instructions.append(instruction)
     imported.add_computations()
@@ -68,6 +74,22 @@ def _lowered(function: Function, operands: list[tuple[str, tuple[int, ...]]]) ->
         lowered = jitted.lower(*arrays)
     computation: Any = lowered.compiler_ir("hlo")
     return hlo.parse_module(computation.as_serialized_hlo_module_proto())
+
+
+def _check(module: Module, operands: list[tuple[str, tuple[int, ...]]], instruction: Instruction) -> None:
+    """Check that a program takes an instruction's operands.
+
+    Raises:
+        PjrtError: it takes others.
+    """
+    needed = [hlo.array_type(shape) for shape in module.host_program_shape.parameters]
+    for number, (given, wanted) in enumerate(zip(operands, needed, strict=True)):
+        if given != wanted:
+            raise PjrtError(
+                Code.INVALID_ARGUMENT,
+                f"operand {number} of {instruction.name} ({instruction.custom_call_target}) is "
+                f"{given[0]}{list(given[1])}, and was {wanted[0]}{list(wanted[1])} when it was traced",
+            )
 
 
 @functools.cache

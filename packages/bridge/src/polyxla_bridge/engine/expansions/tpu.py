@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from polyxla_bridge.engine.expansions import inlining, linear_algebra, resize, scan
+from polyxla_bridge.engine.expansions import inlining, kernels, linear_algebra, resize, scan
 
-CHOICES: tuple[inlining.Choice, ...] = (scan.choose, resize.choose, linear_algebra.choose)
+CHOICES: tuple[inlining.Choice, ...] = (
+    scan.choose,
+    resize.choose,
+    linear_algebra.choose,
+    kernels.choose,
+)
 """Expand the instructions and the custom calls that only libtpu compiles."""
 
 
