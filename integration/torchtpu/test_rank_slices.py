@@ -18,7 +18,7 @@ CHIPS = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
 
 def test_torch_tpu_sees_slices_with_coordinates_of_their_own(clean_environ: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "polyxla", "run", "--each", str(PROGRAMS / "describe_slices.py")],
+        [sys.executable, "-m", "polyxla", "run", "--each", str(PROGRAMS / "rank_slices.py")],
         env={**clean_environ, "POLYXLA_EMULATE": "2xv4-8"},
         capture_output=True,
         text=True,
