@@ -146,3 +146,15 @@ def test_what_jax_lacks_is_part_of_the_refusal() -> None:
             instruction.backend_config = kernels.with_reason(config, "JAX has no such thing").encode()
     with pytest.raises(PjrtError, match=r"where a TPU is emulated; JAX has no such thing\. Use torch's"):
         kernels.check(parsed.SerializeToString())
+
+
+@pytest.mark.usefixtures("carrying")
+def test_a_recorded_kernel_is_as_jax_wrote_it() -> None:
+    with_programs = program(plus_one, ROWS)
+    assert b"polyxla" not in kernels.as_written(with_programs)
+    assert b"polyxla_program" in with_programs
+    without = kernels.as_written(with_programs)
+    with pytest.raises(PjrtError, match="a kernel for TPU cores"):
+        kernels.check(without)
+    quoted = module("HloModule plain\nENTRY main { ROOT x = f32[4] parameter(0) }")
+    assert kernels.as_written(quoted) is quoted

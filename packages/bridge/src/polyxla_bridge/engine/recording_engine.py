@@ -18,7 +18,7 @@ from polyxla_bridge.engine.jax_engine import JaxEngine, numpy_dtype
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs import hlo, kernels
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.programs.recording import ProgramRecorder
 
@@ -47,7 +47,7 @@ class RecordingEngine(JaxEngine):
     def compile(self, hlo_module: bytes, options: bytes) -> Executable:
         """Record the program; compile it if it will be computed."""
         fingerprint = hashlib.sha256(hlo_module + options).hexdigest()
-        self._recorder.compiled(fingerprint, hlo_module, options)
+        self._recorder.compiled(fingerprint, kernels.as_written(hlo_module), options)
         is_large = hlo.total_bytes(hlo_module) > LARGE_BYTES
         partitions = xla_client.CompileOptions.ParseFromString(options).num_partitions
         if is_large and partitions == 1:

@@ -38,6 +38,20 @@ def program_of(instruction: Instruction) -> bytes:
     return zlib.decompress(base64.b64decode(text)) if text else b""
 
 
+def as_written(module: bytes) -> bytes:
+    """Return a serialised HloModuleProto whose kernels carry nothing, as a TPU's compiler takes it."""
+    if KERNEL.encode() not in module:
+        return module
+    parsed = hlo.parse_module(module)
+    for computation in parsed.computations:
+        for instruction in filter(is_kernel, computation.instructions):
+            config = json.loads(instruction.backend_config)
+            instruction.backend_config = json.dumps(
+                {key: value for key, value in config.items() if key not in (_PROGRAM, _REASON)}
+            ).encode()
+    return parsed.SerializeToString()
+
+
 def is_kernel(instruction: Instruction) -> bool:
     """Return whether an instruction is a kernel."""
     return instruction.custom_call_target == KERNEL
