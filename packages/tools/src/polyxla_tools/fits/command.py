@@ -223,7 +223,7 @@ class ScriptChecker:
                     self.status.detail(f"{number} of {len(programs)}, {program.line or program.name}")
                     text = canonical(program.hlo.read_bytes()) if self.golden else ""
                     result = compiler.compile(program, self._left())
-                    checked.append(CheckedProgram(program, result, text))
+                    checked.append(CheckedProgram.of(program, result, text))
                     # The search needs no more than that: compiling the other programs takes minutes.
                     if stops_when_too_large and checked[-1].result.is_too_large:
                         return CheckedScript(checked)

@@ -29,11 +29,20 @@ class CheckedProgram:
         program: it.
         result: of its compilation.
         text: its HLO without names, if programs are kept.
+        failed_at: the line of the operation that libtpu does not compile, if it names one.
     """
 
     program: CollectedProgram
     result: CompileResult
     text: str = ""
+    failed_at: str = ""
+
+    @classmethod
+    def of(cls, program: CollectedProgram, result: CompileResult, text: str) -> CheckedProgram:
+        """Read the program's file, which is gone when the result is printed."""
+        operation = None if result.fits else failed_operation(result.error)
+        line = operation_line(program.hlo.read_bytes(), operation) if operation else None
+        return cls(program, result, text, line or "")
 
     @property
     def where(self) -> str:
@@ -49,8 +58,8 @@ class CheckedProgram:
             cost = self.result.cost
             return f"{self.where}: {exceeded(cost, target) if cost else too_large(error, target)}"
         operation = failed_operation(error)
-        line = operation_line(self.program.hlo.read_bytes(), operation) if operation else None
-        of = f" ({operation}{f' at {line}' if line else ''})" if operation else ""
+        at = f" at {self.failed_at}" if self.failed_at else ""
+        of = f" ({operation}{at})" if operation else ""
         return f"{self.where}: libtpu does not compile the program{of}: {error.strip().splitlines()[0]}"
 
     def as_json(self, target: TargetTpu) -> dict[str, Any]:
