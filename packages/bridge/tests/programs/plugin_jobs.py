@@ -57,7 +57,11 @@ def many_jobs() -> None:
 def emulated_libtpu() -> None:
     """Run programs on the devices of an emulated libtpu, which is a PJRT plugin, too."""
     engine = PjrtEngine(BridgeSettings(), LIBRARY)
-    say(engine.platform, [device.place for device in engine.devices], engine.devices[0].kind)
+    say(
+        engine.platform,
+        [device.place[:4] for device in engine.devices if device.place],
+        engine.devices[0].kind,
+    )
     count = len(engine.devices)
     x, y = upload(engine, ones(1)), upload(engine, ones(2))
     total, _ = engine.execute(compiled(engine, DONATING), engine.devices[0], [x, y])
