@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 
@@ -26,6 +27,8 @@ devices = torch.accelerator.device_count()
 dist.init_process_group("tpu_dist")
 layer = torch.nn.Linear(1, 1, bias=False).to("tpu")
 torch.nn.init.zeros_(layer.weight)
+# A copy has a storage of its own, on this process's device.
+layer = copy.deepcopy(layer)
 model = DistributedDataParallel(layer)
 model(torch.tensor([[float(rank)]], device="tpu")).sum().backward()
 mean = layer.weight.grad.item()

@@ -89,11 +89,12 @@ def client_lookup_device(bridge: Bridge, args: Any) -> None:
 
 @call("Client_LookupAddressableDevice")
 def client_lookup_addressable_device(bridge: Bridge, args: Any) -> None:
-    for handle in bridge.local:
-        if handle.device.index == args.local_hardware_id:
-            args.addressable_device = handle.handle
-            return
-    raise PjrtError(Code.NOT_FOUND, f"device {args.local_hardware_id} is not a device of this process")
+    if not 0 <= args.local_hardware_id < len(bridge.local):
+        raise PjrtError(
+            Code.NOT_FOUND,
+            f"device {args.local_hardware_id} does not exist; this process has {len(bridge.local)}",
+        )
+    args.addressable_device = bridge.local[args.local_hardware_id].handle
 
 
 @call("Client_AddressableMemories")
@@ -169,7 +170,9 @@ def device_get_description(bridge: Bridge, args: Any) -> None:
 
 @call("Device_LocalHardwareId")
 def device_local_hardware_id(bridge: Bridge, args: Any) -> None:
-    args.local_hardware_id = bridge.handles[args.device].device.index
+    # TorchTPU makes storages on the device of this number, and counts this process's own devices.
+    handle = bridge.handles[args.device]
+    args.local_hardware_id = bridge.local.index(handle) if handle in bridge.local else -1
 
 
 @call("Device_AddressableMemories")
