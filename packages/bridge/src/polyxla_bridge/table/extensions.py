@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from ctypes import c_char_p, c_void_p
 from typing import Any
@@ -97,24 +97,32 @@ def _guarded(function: Callable[[int], None]) -> Callable[[int], None]:
     return entry
 
 
-class CrossHost:
-    """The extension for arrays that processes send each other.
+class Extension:
+    """An extension whose functions take a pointer to their arguments, and return an error or null.
 
     Args:
-        bridge: its engine moves the arrays.
+        bridge: makes the errors.
+        struct: of the extension.
+        type_: its number in PJRT.
+        functions: by the names of the struct's fields.
         next_extension: the address of the table's next extension.
     """
 
-    def __init__(self, bridge: Bridge, next_extension: int | None) -> None:
+    def __init__(
+        self,
+        bridge: Bridge,
+        struct: type[Any],
+        type_: int,
+        functions: Mapping[str, Callable[[int], None]],
+        next_extension: int | None,
+    ) -> None:
         self._bridge = bridge
-        self._receive, self._send = _Call(self._answered(self._make_buffers)), _Call(self._copy)
-        self._extension = abi.CrossHostTransfersExtension(
-            make_receive_buffers=ctypes.cast(self._receive, c_void_p).value,
-            copy_to_remote_device=ctypes.cast(self._send, c_void_p).value,
+        self._callbacks = {name: _Call(self._answered(function)) for name, function in functions.items()}
+        self._extension: Any = struct(
+            **{name: ctypes.cast(callback, c_void_p).value for name, callback in self._callbacks.items()}
         )
         base = self._extension.base
-        base.struct_size = ctypes.sizeof(abi.CrossHostTransfersExtension)
-        base.type, base.next = abi.EXTENSION_TYPE_CROSS_HOST_TRANSFERS, next_extension
+        base.struct_size, base.type, base.next = ctypes.sizeof(struct), type_, next_extension
 
     @property
     def address(self) -> int:
@@ -123,10 +131,10 @@ class CrossHost:
 
     def silence(self) -> None:
         """Replace each Python function by a C function that does nothing."""
-        nothing = native.address("polyxla_nothing")
-        self._extension.make_receive_buffers = self._extension.copy_to_remote_device = nothing
+        for name in self._callbacks:
+            setattr(self._extension, name, native.address("polyxla_nothing"))
 
-    def _answered(self, function: Any) -> Any:
+    def _answered(self, function: Callable[[int], None]) -> Callable[[int], int | None]:
         def entry(args: int) -> int | None:
             try:
                 function(args)
@@ -135,6 +143,20 @@ class CrossHost:
             return None
 
         return entry
+
+
+class CrossHost(Extension):
+    """The extension for arrays that processes send each other.
+
+    Args:
+        bridge: its engine moves the arrays.
+        next_extension: the address of the table's next extension.
+    """
+
+    def __init__(self, bridge: Bridge, next_extension: int | None) -> None:
+        functions = {"make_receive_buffers": self._make_buffers, "copy_to_remote_device": self._copy}
+        struct, type_ = abi.CrossHostTransfersExtension, abi.EXTENSION_TYPE_CROSS_HOST_TRANSFERS
+        super().__init__(bridge, struct, type_, functions, next_extension)
 
     def _make_buffers(self, pointer: int) -> None:
         args = abi.MakeCrossHostReceiveBuffers.from_address(pointer)

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import c_void_p
 from typing import Any
 
-from polyxla_bridge import abi, native
+from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import EngineDevice
 from polyxla_bridge.env import Coordinates
 from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.table.extensions import Extension
 from polyxla_bridge.table.handles import Bridge, read_array
 
-_Call = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _Chip = tuple[int, int, int]
 
 
-class TpuTopology:
+class TpuTopology(Extension):
     """The extension.
 
     Args:
@@ -30,7 +29,6 @@ class TpuTopology:
     """
 
     def __init__(self, bridge: Bridge, next_extension: int | None) -> None:
-        self._bridge = bridge
         counts = {
             "process_count": lambda: len(self._processes()),
             "chips_per_process": lambda: len(self._chips()) // len(self._processes()),
@@ -58,37 +56,13 @@ class TpuTopology:
             "chips_per_process_bounds": self._bounds_of_process,
             "chip_bounds": self._bounds,
         }
-        self._callbacks = {
-            name: _Call(self._guarded(functions.get(name) or _refusing(name)))
-            for name in abi.TPU_TOPOLOGY_FUNCTIONS
-        }
-        addresses = {
-            name: ctypes.cast(callback, c_void_p).value for name, callback in self._callbacks.items()
-        }
-        self._extension = abi.TpuTopologyExtension(**addresses)
-        base = self._extension.base
-        base.struct_size = ctypes.sizeof(abi.TpuTopologyExtension)
-        base.type, base.next = abi.EXTENSION_TYPE_TPU_TOPOLOGY, next_extension
-
-    @property
-    def address(self) -> int:
-        """The extension's address."""
-        return ctypes.addressof(self._extension)
-
-    def silence(self) -> None:
-        """Replace each Python function by a C function that does nothing."""
-        for name in self._callbacks:
-            setattr(self._extension, name, native.address("polyxla_nothing"))
-
-    def _guarded(self, function: Callable[[int], None]) -> Callable[[int], int | None]:
-        def entry(args: int) -> int | None:
-            try:
-                function(args)
-            except BaseException as error:
-                return self._bridge.error(error)
-            return None
-
-        return entry
+        super().__init__(
+            bridge,
+            abi.TpuTopologyExtension,
+            abi.EXTENSION_TYPE_TPU_TOPOLOGY,
+            {name: functions.get(name) or _refusing(name) for name in abi.TPU_TOPOLOGY_FUNCTIONS},
+            next_extension,
+        )
 
     def _devices(self) -> Sequence[EngineDevice]:
         """Return the devices of this process's slice, which may be one of several."""
