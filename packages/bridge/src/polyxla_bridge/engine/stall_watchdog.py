@@ -268,7 +268,8 @@ def _is_computing() -> bool:
     its memory, counts as running.
     """
     devices = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(DEVICE_THREAD)}
-    for task in os.scandir("/proc/self/task"):
+    # A list, because an iterator that is left early is closed late, with a warning.
+    for task in list(os.scandir("/proc/self/task")):
         try:
             stat = Path(task, "stat").read_text()
         except OSError:
