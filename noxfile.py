@@ -83,6 +83,7 @@ SCORECARDS = {
     "torch-sample": ("torchtpu", "torch"),
     "torchcts": ("torchtpu", "torchcts"),
     "fsdp2": ("torchtpu", "torch"),
+    "fsdp2-training": ("torchtpu", "torch"),
     "tensor-parallel": ("torchtpu", "torch"),
     "device-mesh": ("torchtpu", "torch"),
     "checkpoint": ("torchtpu", "torch"),

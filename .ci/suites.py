@@ -379,6 +379,12 @@ SUITES = {
         "dtensor", "test/distributed/_tensor", "test_api.py", "test_dtensor.py", "test_redistribute.py"
     ),
     "fsdp2": torch_suite("fsdp2", "test/distributed/_composable/fsdp", "test_*.py"),
+    "fsdp2-training": torch_suite(
+        "fsdp2-training",
+        "test/distributed/_composable/fsdp",
+        "test_fully_shard_state_dict.py",
+        "test_fully_shard_training.py",
+    ),
     "tensor-parallel": torch_suite("tensor-parallel", "test/distributed/tensor/parallel", "test_*.py"),
     "device-mesh": torch_suite("device-mesh", "test/distributed", "test_device_mesh.py"),
     "dtensor-operators": torch_suite("dtensor-operators", "test/distributed/_tensor", "test_*_ops.py"),
