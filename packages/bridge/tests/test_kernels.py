@@ -23,6 +23,8 @@ from polyxla_bridge.programs import compile_request, hlo, kernels
 from polyxla_testing.engine_conformance import download, module, upload
 
 LOWERING = "jax._src.pallas.mosaic.pallas_call_registration"
+INT32 = 4
+"""Its number in XLA. Source: PrimitiveType in xla/xla_data.proto."""
 ROWS = np.arange(8 * 128, dtype=np.float32).reshape(8, 128)
 
 
@@ -120,22 +122,52 @@ def test_a_kernel_has_a_tpus_products() -> None:
     assert not np.allclose(result, rows @ rows.T, rtol=1e-4)
 
 
+def first_columns(rows: Any, wide: Any) -> Any:
+    """Add the first columns of an array that has more."""
+
+    def kernel(rows_ref: Any, wide_ref: Any, result_ref: Any) -> None:
+        result_ref[...] = rows_ref[...] + wide_ref[...]
+
+    spec = pl.BlockSpec((8, 128), lambda step: (0, step))
+    call = pl.pallas_call(
+        kernel,
+        grid=(1,),
+        in_specs=[spec, spec],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+    )
+    return call(rows, wide)
+
+
+def narrowed(program: bytes, **changes: Any) -> bytes:
+    """Return a program of `first_columns` whose second argument has only the first columns."""
+    parsed = hlo.parse_module(program)
+    shapes = [instruction.shape for part in parsed.computations for instruction in part.instructions]
+    shapes += [shape for part in parsed.computations for shape in part.program_shape.parameters]
+    for shape in (*shapes, *parsed.host_program_shape.parameters):
+        if list(shape.dimensions) == [8, 256]:
+            shape.dimensions[:] = changes.get("dimensions", [8, 128])
+            shape.element_type = changes.get("element_type", shape.element_type)
+    return parsed.SerializeToString()
+
+
 @pytest.mark.usefixtures("carrying")
-def test_an_operand_of_another_shape_than_the_kernels_is_refused(engine: JaxEngine) -> None:
-    # torch_xla passes a kernel what it thinks that the kernel takes.
-    parsed = hlo.parse_module(program(plus_one, ROWS))
-    for computation in parsed.computations:
-        for instruction in computation.instructions:
-            instruction.shape.dimensions[:] = [16, 128]
-        for array in computation.program_shape.parameters:
-            array.dimensions[:] = [16, 128]
-        computation.program_shape.result.dimensions[:] = [16, 128]
-    for array in (*parsed.host_program_shape.parameters, parsed.host_program_shape.result):
-        array.dimensions[:] = [16, 128]
+def test_a_kernel_finds_its_blocks_in_arrays_of_other_sizes(engine: JaxEngine) -> None:
+    traced = program(first_columns, ROWS, np.tile(ROWS, 2))
+    (result,) = computed(engine, narrowed(traced), ROWS, ROWS)
+    assert np.array_equal(result, 2 * ROWS)
+    (result,) = computed(engine, narrowed(traced, dimensions=[8, 512]), ROWS, np.tile(ROWS, 4))
+    assert np.array_equal(result, 2 * ROWS)
+
+
+@pytest.mark.usefixtures("carrying")
+def test_an_operand_of_another_dtype_is_refused(engine: JaxEngine) -> None:
+    traced = program(first_columns, ROWS, np.tile(ROWS, 2))
+    other = narrowed(traced, element_type=INT32)
     with pytest.raises(
-        PjrtError, match=r"operand 0 of .* \(tpu_custom_call\) is float32\[16, 128\], and was"
+        PjrtError, match=r"operand 1 of .* \(tpu_custom_call\) is int32\[8, 128\], and was float32"
     ):
-        computed(engine, parsed.SerializeToString(), np.tile(ROWS, (2, 1)))
+        computed(engine, other, ROWS, ROWS.astype(np.int32))
 
 
 def test_what_jax_lacks_is_part_of_the_refusal() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxlib import _jax
 
 from polyxla_bridge.abi import Code
@@ -35,7 +36,7 @@ def replace(module: bytes, *choices: Choice) -> bytes:
         The program; `module` itself if nothing was replaced.
 
     Raises:
-        PjrtError: a program takes other operands than the instruction has.
+        PjrtError: a program takes operands of other dtypes or numbers of dimensions than the instruction has.
     """
     parsed = hlo.parse_module(module)
     computations = {computation.id: computation for computation in parsed.computations}
@@ -56,7 +57,7 @@ def replace(module: bytes, *choices: Choice) -> bytes:
             if (choice := chosen.get(instruction.id)) is not None:
                 operands = [hlo.array_type(shapes[id_]) for id_ in instruction.operand_ids]
                 simple = choice if isinstance(choice, Module) else _lowered(choice, operands)
-                _check(simple, operands, instruction)
+                computation.instructions.extend(imported.fitting(simple, operands, instruction))
                 computation.instructions.extend(imported.inlined(simple, instruction))
             else:
                 computation.instructions.append(instruction)
@@ -76,20 +77,12 @@ def _lowered(function: Function, operands: list[tuple[str, tuple[int, ...]]]) ->
     return hlo.parse_module(computation.as_serialized_hlo_module_proto())
 
 
-def _check(module: Module, operands: list[tuple[str, tuple[int, ...]]], instruction: Instruction) -> None:
-    """Check that a program takes an instruction's operands.
-
-    Raises:
-        PjrtError: it takes others.
-    """
-    needed = [hlo.array_type(shape) for shape in module.host_program_shape.parameters]
-    for number, (given, wanted) in enumerate(zip(operands, needed, strict=True)):
-        if given != wanted:
-            raise PjrtError(
-                Code.INVALID_ARGUMENT,
-                f"operand {number} of {instruction.name} ({instruction.custom_call_target}) is "
-                f"{given[0]}{list(given[1])}, and was {wanted[0]}{list(wanted[1])} when it was traced",
-            )
+def _fit(wanted: tuple[int, ...], array: jax.Array) -> jax.Array:
+    """Return an array of another shape, without what is too much, and with NaN or zeros where it ends."""
+    part = array[tuple(slice(size) for size in wanted)]
+    fill = jnp.nan if jnp.issubdtype(array.dtype, jnp.inexact) else 0
+    ends = [(0, size - has) for size, has in zip(wanted, part.shape, strict=True)]
+    return jnp.pad(part, ends, constant_values=fill)
 
 
 @functools.cache
@@ -118,6 +111,30 @@ class _Imported:
             max(computation.id for computation in into.computations) + 1
         )
         self._called: list[Computation] = []
+
+    def fitting(
+        self, module: Module, operands: list[tuple[str, tuple[int, ...]]], original: Instruction
+    ) -> Iterator[Instruction]:
+        """Yield the instructions that make a program's arguments of an instruction's operands.
+
+        A TPU's kernel finds its blocks in the arrays that it gets, whatever their sizes were when it was
+        traced: torch_xla passes its kernel of a gradient fewer columns.
+
+        Raises:
+            PjrtError: an operand has another dtype, or another number of dimensions.
+        """
+        needed = [hlo.array_type(shape) for shape in module.host_program_shape.parameters]
+        for number, (given, wanted) in enumerate(zip(operands, needed, strict=True)):
+            if (given[0], len(given[1])) != (wanted[0], len(wanted[1])):
+                raise PjrtError(
+                    Code.INVALID_ARGUMENT,
+                    f"operand {number} of {original.name} ({original.custom_call_target}) is "
+                    f"{given[0]}{list(given[1])}, and was {wanted[0]}{list(wanted[1])} when it was traced",
+                )
+            if given != wanted:
+                fitted = Instruction(id=next(self._numbers), operand_ids=[original.operand_ids[number]])
+                yield from self.inlined(_lowered(functools.partial(_fit, wanted[1]), [given]), fitted)
+                original.operand_ids[number] = fitted.id
 
     def inlined(self, module: Module, original: Instruction) -> list[Instruction]:
         """Return the entry's instructions, which take the place of one that has the same operands."""
