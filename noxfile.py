@@ -73,6 +73,7 @@ CLIENTS = {"pjrt": "integration/clients", "torchtpu": "integration/torchtpu/clie
 SCORECARDS = {
     "torch_xla": ("pjrt", "torch_xla"),
     "torch_xla-replicas": ("pjrt", "torch_xla"),
+    "torch_xla-pallas": ("pjrt", "torch_xla"),
     "lightning": ("pjrt", "lightning"),
     "dtensor": ("torchtpu", "torch"),
     "operators": ("torchtpu", "torch"),

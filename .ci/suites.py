@@ -101,6 +101,16 @@ def torch_xla_replicas(root: Path) -> Iterator[Program]:
     return torch_xla_list(match[1])
 
 
+def torch_xla_pallas(_: Path) -> Iterator[Program]:
+    """Yield the tests of kernels, which have a list of their own."""
+    # The checkout has a directory torch_xla, which pytest would otherwise import.
+    pytest = (*PYTEST, "--import-mode=importlib")
+    yield Program("test_pallas.py", (*pytest, "test_pallas.py"), is_pytest=True, timeout_s=3600)
+    yield Program("test_pallas_spmd.py", ("test_pallas_spmd.py",))
+    variables = {"XLA_DISABLE_FUNCTIONALIZATION": "1"}
+    yield Program("test_pallas_spmd.py without functionalization", ("test_pallas_spmd.py",), variables)
+
+
 def lightning(root: Path) -> Iterator[Program]:
     """Yield the files of Lightning's and Fabric's tests for TPUs, and each standalone test alone."""
     for path in sorted(root.glob("tests/tests_*/**/test_*.py")):
@@ -310,6 +320,15 @@ SUITES = {
         "XLA",
         ("torch_xla",),
         torch_xla_replicas,
+        {"POLYXLA_EMULATE": "v4-8"},
+        ("test",),
+    ),
+    "torch_xla-pallas": Suite(
+        "torch_xla's own tests of Pallas kernels on an emulated v4-8.",
+        "test/tpu/run_pallas_test.sh of pytorch/xla at v2.9.0",
+        "XLA",
+        ("torch_xla", "jax"),
+        torch_xla_pallas,
         {"POLYXLA_EMULATE": "v4-8"},
         ("test",),
     ),
