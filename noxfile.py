@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import nox
@@ -219,9 +220,20 @@ def types(session: nox.Session) -> None:
         checks += [([directory], sources) for directory in inner]
     files = [str(path) for path in sorted(Path(".ci").glob("*.py")) if path.name != "abi.py"]
     checks += [(["integration", "noxfile.py", *files], sources), (["benchmarks"], {"MYPYPATH": "benchmarks"})]
-    # Each runs on one core.
+    # Each core has a cache of its own: mypy has ended with an internal error where two filled the same one.
+    caches: SimpleQueue[str] = SimpleQueue()
+    for core in range(2):
+        caches.put(f".mypy_cache/{core}")
+
+    def check(parts: list[str], environ: dict[str, str]) -> None:
+        cache = caches.get()
+        try:
+            session.run("mypy", f"--cache-dir={cache}", *parts, env=environ, silent=True)
+        finally:
+            caches.put(cache)
+
     with ThreadPoolExecutor(2) as both:
-        runs = [both.submit(session.run, "mypy", *parts, env=env, silent=True) for parts, env in checks]
+        runs = [both.submit(check, *given) for given in checks]
     for run in runs:
         run.result()
 
