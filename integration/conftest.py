@@ -148,9 +148,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _depends_on_runtime(item: pytest.Item, runtime: str) -> bool:
+    if item.get_closest_marker("pjrt"):
+        return False
     if item.get_closest_marker("emulated_tpu"):
         return runtime == "torchtpu"
-    return "runtime" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("pjrt")
+    return "runtime" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session", autouse=True)
