@@ -32,10 +32,14 @@ def with_reason(config: str, reason: str) -> str:
     return json.dumps(json.loads(config) | {_REASON: reason})
 
 
+def has_program(instruction: Instruction) -> bool:
+    """Return whether an instruction is a kernel that carries a program."""
+    return is_kernel(instruction) and _PROGRAM.encode() in instruction.backend_config
+
+
 def program_of(instruction: Instruction) -> bytes:
-    """Return the program that a kernel carries, or nothing."""
-    text = _added(instruction, _PROGRAM) if is_kernel(instruction) else ""
-    return zlib.decompress(base64.b64decode(text)) if text else b""
+    """Return the program that a kernel carries."""
+    return zlib.decompress(base64.b64decode(json.loads(instruction.backend_config)[_PROGRAM]))
 
 
 def as_written(module: bytes) -> bytes:
@@ -69,11 +73,11 @@ def check(module: bytes) -> None:
     alone = [
         instruction
         for instruction in hlo.instructions(module)
-        if is_kernel(instruction) and not _added(instruction, _PROGRAM)
+        if is_kernel(instruction) and not has_program(instruction)
     ]
     if alone:
         names = ", ".join(instruction.name for instruction in alone)
-        reasons = sorted({reason for instruction in alone if (reason := _added(instruction, _REASON))})
+        reasons = sorted({reason for instruction in alone if (reason := _reason_of(instruction))})
         raise PjrtError(
             Code.UNIMPLEMENTED,
             f"{hlo.module_name(module)} has the {KERNEL} {names}: a kernel for TPU cores cannot run where a "
@@ -82,8 +86,8 @@ def check(module: bytes) -> None:
         )
 
 
-def _added(instruction: Instruction, key: str) -> str:
-    # Mosaic's own part of the configuration may be large: parse it only if there is more.
-    if key.encode() not in instruction.backend_config:
+def _reason_of(instruction: Instruction) -> str:
+    # Only a configuration with a reason is known to be JSON.
+    if _REASON.encode() not in instruction.backend_config:
         return ""
-    return str(json.loads(instruction.backend_config).get(key, ""))
+    return str(json.loads(instruction.backend_config)[_REASON])

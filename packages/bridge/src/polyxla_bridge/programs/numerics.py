@@ -37,7 +37,7 @@ def as_on_tpu(module: bytes) -> bytes:
     }
 
     def rewrite_of(instruction: Instruction) -> rewrite.Rewrite | None:
-        if kernels.program_of(instruction):
+        if kernels.has_program(instruction):
             return _in_kernel
         if instruction.opcode not in PRODUCTS:
             return None

@@ -181,12 +181,7 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
     ]
     buffers = [[bridge.buffer(argument) for argument in row] for row in rows]
     if executable.num_partitions > 1:
-        # The engine takes the devices by their indices. JAX orders those of a mesh by their coordinates.
-        order = sorted(range(len(places)), key=lambda number: bridge.handles[places[number]].device.index)
-        found = bridge.engine.execute_partitioned(
-            executable, [buffers[number] for number in order], _kept(args)
-        )
-        results = [found[order.index(number)] for number in range(len(places))]
+        results = _partitioned(bridge, executable, places, buffers, _kept(args))
     else:
         device = bridge.handles[places[0]].device
         results = [bridge.engine.execute(executable, device, buffers[0], _kept(args))]
@@ -201,6 +196,23 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
         # All results of a device complete together, so its first result tells when the device is done.
         events = (ctypes.c_void_p * len(places)).from_address(args.device_complete_events)
         events[:] = [bridge.event(result[0].value if result else CompletedFuture()) for result in results]
+
+
+def _partitioned(
+    bridge: Bridge,
+    executable: Executable,
+    places: Sequence[int],
+    rows: list[list[Buffer]],
+    keep: frozenset[int],
+) -> list[list[Buffer]]:
+    """Queue a partitioned program; its arguments and results are in the order of its own devices."""
+    execute = bridge.engine.execute_partitioned
+    if not executable.devices:
+        return execute(executable, rows, keep)
+    # The engine takes the devices by their indices. JAX orders those of a mesh by their coordinates.
+    order = sorted(range(len(places)), key=lambda number: bridge.handles[places[number]].device.index)
+    found = execute(executable, [rows[number] for number in order], keep)
+    return [row for _, row in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
 def _places(bridge: Bridge, executable: Executable, args: Any) -> list[int]:

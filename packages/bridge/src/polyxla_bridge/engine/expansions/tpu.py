@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from polyxla_bridge.engine.expansions import inlining, kernels, linear_algebra, resize, scan
+from collections.abc import Mapping
+
+from polyxla_bridge.engine.expansions import inlining, linear_algebra, resize, scan
+from polyxla_bridge.programs import hlo, kernels
+from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
+
+
+def _program_of_kernel(instruction: Instruction, _: Mapping[int, Computation]) -> Module | None:
+    return hlo.parse_module(kernels.program_of(instruction)) if kernels.has_program(instruction) else None
+
 
 CHOICES: tuple[inlining.Choice, ...] = (
     scan.choose,
     resize.choose,
     linear_algebra.choose,
-    kernels.choose,
+    _program_of_kernel,
 )
 """Expand the instructions and the custom calls that only libtpu compiles."""
 
