@@ -96,7 +96,7 @@ def jobset(
     if options.slices > 1 and accelerator.hosts == 1:
         raise UsageError(
             f"GKE has no job on several slices of one host, such as {accelerator.name}",
-            where=f"--type {options.slices}x{accelerator.name}",
+            where=f"--type {accelerator.name_of(options.slices)}",
             fix="Choose a type of several hosts, such as v5litepod-16.",
         )
     metadata: dict[str, Any] = {"name": options.name}

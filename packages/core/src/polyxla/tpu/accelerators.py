@@ -223,6 +223,10 @@ class AcceleratorType:
         slices, type_ = (int(match[1]), match[2]) if match else (1, text)
         return slices, cls.parse(type_, where)
 
+    def name_of(self, slices: int) -> str:
+        """Return the name of several slices of this type, which `parse_slices` reads; or its own, of one."""
+        return f"{slices}x{self.name}" if slices > 1 else self.name
+
     @property
     def cores_per_chip(self) -> int:
         """TensorCores on a chip; the two of a v4 or v5p chip are one device, those of tpu7x are two."""

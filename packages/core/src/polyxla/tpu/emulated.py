@@ -99,7 +99,7 @@ class EmulatedTpu:
     @property
     def name(self) -> str:
         """Its name: the type of its slices, after their number if there are several."""
-        return f"{self.slices}x{self.accelerator.name}" if self.slices > 1 else self.accelerator.name
+        return self.accelerator.name_of(self.slices)
 
     @property
     def hosts(self) -> int:

@@ -67,8 +67,7 @@ class TpuSlice:
     @property
     def topology(self) -> str:
         """The name of its type, after the number of the job's slices if there are several."""
-        name = self.accelerator.name
-        return f"{self.slices}x{name}" if self.megascale else name
+        return self.accelerator.name_of(self.slices)
 
     @property
     def host_count(self) -> int:

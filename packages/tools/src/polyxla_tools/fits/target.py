@@ -129,7 +129,7 @@ class TargetTpu:
     @property
     def name(self) -> str:
         """Its name, as in ``POLYXLA_EMULATE``."""
-        return f"{self.slices}x{self.accelerator.name}" if self.slices > 1 else self.accelerator.name
+        return self.accelerator.name_of(self.slices)
 
     @property
     def devices(self) -> int:
