@@ -171,7 +171,7 @@ def _processes(token: str) -> list[int]:
     found = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdecimal() and int(directory.name) != os.getpid():
-            # A process may end meanwhile, or be another user's; one that has ended has no environment.
+            # A process may be another user's, or end meanwhile, and then it has no environment.
             with contextlib.suppress(OSError):
                 if mark in b"\0" + (directory / "environ").read_bytes():
                     found.append(int(directory.name))

@@ -25,32 +25,10 @@ FOUND = importlib.util.find_spec("libtpu")
 pytestmark = pytest.mark.skipif(FOUND is None, reason="libtpu is not installed; nox -s libtpu installs it")
 FRAMEWORK = TORCH_TPU if importlib.util.find_spec("torch_tpu") else TORCH_XLA
 TIMEOUT_S = 120
-SLICES = ["2xv4-8", "2xv5e-256"]
+BOTH = ["v4-8", "v5e-1", "v5e-8", "v5e-16", "v5p-8", "v6e-8", "v4-32", "2xv4-8", "2xv5e-256"]
 TYPES = {
-    TORCH_XLA.module: [
-        "v2-8",
-        "v3-8",
-        "v4-8",
-        "v5e-1",
-        "v5e-8",
-        "v5e-16",
-        "v5p-8",
-        "v6e-8",
-        "v4-32",
-        *SLICES,
-    ],
-    TORCH_TPU.module: [
-        "v4-8",
-        "v5e-1",
-        "v5e-8",
-        "v5e-16",
-        "v5p-8",
-        "v6e-8",
-        "v4-32",
-        "tpu7x-2",
-        "tpu7x-128",
-        *SLICES,
-    ],
+    TORCH_XLA.module: ["v2-8", "v3-8", *BOTH],
+    TORCH_TPU.module: [*BOTH, "tpu7x-2", "tpu7x-128"],
 }
 HEAD = {
     TORCH_XLA.module: """
