@@ -112,8 +112,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     called, missing = recorded(Path(os.environ[CALLS]))
     print(f"\nTorchTPU called {len(called)} functions of PJRT in Python: {', '.join(sorted(called))}")
     if missing:
-        print(f"missing: {', '.join(sorted(missing))}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        # After the summary, which counts tests only and ends with "passed".
+        reason = f"FAILED: the bridge lacks what TorchTPU called: {', '.join(sorted(missing))}"
+        session.config.add_cleanup(lambda: print(reason))
 
 
 # Directories of tests that run on one of the other runtimes only.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import threading
 import time
@@ -251,6 +252,12 @@ def test_the_topology_of_a_client_has_its_devices(call: Caller) -> None:
     assert [
         call("DeviceDescription_Id", device_description=description).id for description in descriptions
     ] == [0]
+    written = call("TopologyDescription_Serialize", topology=topology)
+    data = ctypes.string_at(written.serialized_bytes, written.serialized_bytes_size)
+    assert json.loads(data) == {"platform": "CPU", "devices": [[0, "list", None]]}
+    held = len(call.bridge.handles)
+    abi.Deleter(written.serialized_topology_deleter)(written.serialized_topology)
+    assert len(call.bridge.handles) == held - 1
     # Of a topology that the client owns.
     call("TopologyDescription_Destroy", topology=topology)
     assert call("Client_Devices", client=call.client).num_devices == 1

@@ -8,6 +8,7 @@ compiler sees them, has the client's handle. There is no other topology: only cl
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import platform
 from typing import Any
@@ -126,6 +127,18 @@ def topology_destroy(bridge: Bridge, args: Any) -> None:
 def topology_device_descriptions(bridge: Bridge, args: Any) -> None:
     # A device and its description have the same handle.
     args.descriptions, args.num_descriptions = address(bridge.device_array), len(bridge.devices)
+
+
+@call("TopologyDescription_Serialize")
+def topology_serialize(bridge: Bridge, args: Any) -> None:
+    # TorchTPU asks for these bytes when it compiles a Pallas kernel, and nobody reads them back. They are
+    # equal in all processes of the job, and differ where a device does.
+    devices = [(device.index, device.kind, device.place) for device in bridge.engine.devices]
+    data = json.dumps({"platform": bridge.engine.platform, "devices": devices}).encode()
+    args.serialized_bytes_size = len(data)
+    args.serialized_bytes, args.serialized_topology, args.serialized_topology_deleter = (
+        bridge.handles.new_bytes(data)
+    )
 
 
 @call("DeviceDescription_Id")

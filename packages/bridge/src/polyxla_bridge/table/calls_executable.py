@@ -257,12 +257,10 @@ def _delete_donated(handles: Sequence[int], buffers: Sequence[Buffer]) -> None:
 @call("Executable_Serialize")
 def executable_serialize(bridge: Bridge, args: Any) -> None:
     data = bridge.engine.serialize(bridge.handles[args.executable])
-    copy = ctypes.create_string_buffer(data, len(data))
-    args.serialized_bytes, args.serialized_bytes_size = address(copy), len(data)
-    deleter = abi.Deleter(bridge.handles.drop)
-    # The handle keeps the deleter alive too: C calls it to free the bytes.
-    args.serialized_executable = bridge.handles.new((copy, deleter))
-    args.serialized_executable_deleter = ctypes.cast(deleter, ctypes.c_void_p).value
+    args.serialized_bytes_size = len(data)
+    args.serialized_bytes, args.serialized_executable, args.serialized_executable_deleter = (
+        bridge.handles.new_bytes(data)
+    )
 
 
 @call("Executable_DeserializeAndLoad")

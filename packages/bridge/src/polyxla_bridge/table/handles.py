@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from polyxla_bridge.abi import DTYPES, Code, NamedValue, NamedValueType, Record
+from polyxla_bridge.abi import DTYPES, Code, Deleter, NamedValue, NamedValueType, Record
 from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, Engine, EngineDevice
 from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
@@ -52,6 +52,13 @@ class Handles:
         number = next(self._numbers)
         self._objects[number] = value
         return number
+
+    def new_bytes(self, data: bytes) -> tuple[int, int, int | None]:
+        """Return the address of a copy of `data`, its handle, and the function by which C releases both."""
+        copy = ctypes.create_string_buffer(data, len(data))
+        deleter = Deleter(self.drop)
+        # The handle keeps the deleter alive too.
+        return address(copy), self.new((copy, deleter)), ctypes.cast(deleter, ctypes.c_void_p).value
 
     def __getitem__(self, number: int) -> Any:
         return self._objects[number]
