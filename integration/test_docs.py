@@ -506,6 +506,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"is the number of cores of each worker, {configuration.DEFAULT_CORES} by default",
             f"up to {words[timeouts.LONGEST_WAIT_S / (7 * 24 * 3600)]} week, in order of arrival",
             f"receives nothing from the other for {worker.SILENCE_S} s",
+            f"packets are held up for less than {worker.SILENCE_S - worker.PING_S} s",
             f"The token has at least {credential_files.MIN_TOKEN_CHARS} characters",
         ],
     }

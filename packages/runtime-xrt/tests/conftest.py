@@ -25,6 +25,7 @@ os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
 PARTICIPANT = Path(__file__).parent / "programs" / "mesh_participant.py"
 CLIENT = Path(__file__).parent / "programs" / "worker_client.py"
+IMPATIENT = Path(__file__).parent / "programs" / "impatient.py"
 PATIENCE_S = 20.0
 """Longest wait for something that a process does soon, in seconds."""
 
@@ -101,14 +102,30 @@ def server() -> Iterator[MeshServer]:
 
 
 class Worker:
-    """A `polyxla worker` of two cores: a supervisor, and the serving process, which may be replaced."""
+    """A `polyxla worker` of two cores: a supervisor, and the serving process, which may be replaced.
 
-    def __init__(self, log: Path, *options: str, is_open: bool = True, **environ: str) -> None:
+    Args:
+        log: gets its log.
+        options: of the command.
+        is_open: whether it admits clients without a token, unless the options say otherwise.
+        impatience: seconds between pings, and of silence after which it gives up a client; None for its own.
+        environ: variables in addition to this process's.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *options: str,
+        is_open: bool = True,
+        impatience: tuple[int, int] | None = None,
+        **environ: str,
+    ) -> None:
         self._log = log
         if is_open and not {"--token-file", "--tls-cert", "--insecure"} & {*options}:
             # Tests also call the worker through bare gRPC channels, which send no token.
             options = (*options, "--insecure")
-        command = [sys.executable, "-m", "polyxla", "worker", "--devices", "2", "--json"]
+        start = [str(IMPATIENT), *map(str, impatience), "polyxla"] if impatience else ["-m", "polyxla"]
+        command = [sys.executable, *start, "worker", "--devices", "2", "--json"]
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [*command, "--address", "127.0.0.1:0", *options],
@@ -147,9 +164,17 @@ class Worker:
     def status(self, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         return ask(self.address, "Status", snapshot() if environ is None else environ)
 
-    def wait_until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    @property
+    def resources(self) -> tuple[int, int]:
+        """Numbers of threads and of open files of the serving process."""
+        process = Path(f"/proc/{self.serving_pid}")
+        return len([*(process / "task").iterdir()]), len([*(process / "fd").iterdir()])
+
+    def wait_until(
+        self, holds: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S
+    ) -> dict[str, Any]:
         """Poll the status until `holds` accepts it, and return it."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + timeout_s
         while not holds(status := self.status()):
             assert time.monotonic() < deadline, (status, self.log)
             time.sleep(0.05)
@@ -179,9 +204,9 @@ class Worker:
 def _starting(directory: Path) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def start(*options: str, waits: bool = True, is_open: bool = True, **environ: str) -> Worker:
+    def start(*options: str, waits: bool = True, **more: Any) -> Worker:
         log = directory / f"worker-{len(workers)}.log"
-        workers.append(worker := Worker(log, *options, is_open=is_open, **environ))
+        workers.append(worker := Worker(log, *options, **more))
         assert not waits or worker.address
         return worker
 

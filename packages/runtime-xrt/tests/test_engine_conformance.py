@@ -1,20 +1,25 @@
-"""`RemoteEngine` keeps the contract of an engine."""
+"""`RemoteEngine` keeps the contract of an engine, however slowly and in whatever pieces its bytes travel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
 
 from polyxla.plugin import snapshot
 from polyxla_testing.engine_conformance import EngineConformance, OpenEngine
+from polyxla_testing.wire import WireProxy
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config.assignment import Assignment
 
 TIMEOUT_S = 60.0
+DELAY_S = 0.003
+"""How long the proxy holds up every message, in seconds."""
+PIECES = (1, 3, 8, 1021, 9, 17, 16_381)
+"""Sizes of the proxy's pieces, in bytes: they end within headers of frames and of messages."""
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +35,30 @@ def workers(share_worker: Callable[..., Any]) -> Callable[[int], Any]:
     return worker
 
 
-@pytest.fixture
-def open_engine(workers: Callable[[int], Any]) -> Iterator[OpenEngine]:
+@pytest.fixture(scope="module")
+def proxies(workers: Callable[[int], Any]) -> Iterator[Callable[[int], WireProxy]]:
+    """Return a function that returns a proxy before the worker with a number of cores."""
+    with ExitStack() as stack:
+        started: dict[int, WireProxy] = {}
+
+        def proxy(cores: int) -> WireProxy:
+            if cores not in started:
+                started[cores] = WireProxy(workers(cores).address, DELAY_S, PIECES)
+                stack.callback(started[cores].close)
+            return started[cores]
+
+        yield proxy
+
+
+@contextmanager
+def opening(workers: Callable[[int], Any], address_of: Callable[[int], str]) -> Iterator[OpenEngine]:
     with ExitStack() as stack:
 
         def open_engine(count: int) -> RemoteEngine:
-            worker = workers(count)
-            stack.callback(worker.wait_until_free)
-            lease = stack.enter_context(closing(Lease(worker.address, count, snapshot(), wait_s=TIMEOUT_S)))
-            assignment = Assignment(worker.address, lease.job, tuple(range(count)), "TPU", 0, count, 0, 1)
+            address = address_of(count)
+            stack.callback(workers(count).wait_until_free)
+            lease = stack.enter_context(closing(Lease(address, count, snapshot(), wait_s=TIMEOUT_S)))
+            assignment = Assignment(address, lease.job, tuple(range(count)), "TPU", 0, count, 0, 1)
             return stack.enter_context(closing(RemoteEngine(assignment, snapshot())))
 
         yield open_engine
@@ -46,3 +66,19 @@ def open_engine(workers: Callable[[int], Any]) -> Iterator[OpenEngine]:
 
 class TestConformance(EngineConformance):
     """Every engine passes these tests."""
+
+    @pytest.fixture
+    def open_engine(self, workers: Callable[[int], Any]) -> Iterator[OpenEngine]:
+        with opening(workers, lambda count: workers(count).address) as open_engine:
+            yield open_engine
+
+
+class TestConformanceThroughAProxy(EngineConformance):
+    """Every engine passes these tests."""
+
+    @pytest.fixture
+    def open_engine(
+        self, workers: Callable[[int], Any], proxies: Callable[[int], WireProxy]
+    ) -> Iterator[OpenEngine]:
+        with opening(workers, lambda count: proxies(count).address) as open_engine:
+            yield open_engine

@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from polyxla import UsageError
 from polyxla.plugin import printable
 from polyxla_xrt import env
-from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, look, unreachable
+from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, SPEAKS_HTTP2, look, unreachable
 from polyxla_xrt.config.credential_files import read_file, read_token
 from polyxla_xrt.config.own_token import own_token
 from polyxla_xrt.config.variables import find
@@ -154,7 +154,14 @@ class WorkerChannel:
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             # gRPC has the same status for every way in which a connection fails, so a short connection finds
             # the cause.
-            return self._unreachable(look(self.address), details)
+            found = look(self.address)
+            if code is grpc.StatusCode.UNAVAILABLE and found == SPEAKS_HTTP2:
+                return WorkerConnectError(
+                    f"the connection to {self.where} broke: {details}",
+                    where=self.address,
+                    fix="Check the network to it, and see the worker's log.",
+                )
+            return self._unreachable(found, details)
         if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL):
             return self._unreachable("the gRPC server there is not a worker", details)
         return WorkerError(

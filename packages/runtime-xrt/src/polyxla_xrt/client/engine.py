@@ -145,7 +145,8 @@ class RemoteEngine(Engine):
             self._attached.result(ATTACH_S)
         except BaseException:
             # This covers Ctrl-C as well: the worker would regard an open stream as a process that drives the
-            # cores.
+            # cores. The outbox ends first, because gRPC's thread would wait for its commands for ever.
+            self._outbox.cut()
             self._call.cancel()
             self._channel.close()
             raise

@@ -14,11 +14,13 @@ PROTOCOL = 4
 """Version of the messages. Increment it for any change that an older peer would misread."""
 MAX_PROGRAM_BYTES = (1 << 31) - 1
 """Largest program: the limit of a protobuf message."""
+PING_S = 5
+"""Seconds between pings. The answer to one comes within `SILENCE_S - PING_S` seconds, or the peer is lost."""
 SILENCE_S = 20
 """Seconds of silence after which a peer is lost. A network outage of 5 s passes: TCP retransmits after 6.2 s
 at the latest. A process that dies is noticed at once, by its closed socket."""
 
-OPTIONS = peer_options(ping_s=5, silence_s=SILENCE_S)
+OPTIONS = peer_options(ping_s=PING_S, silence_s=SILENCE_S)
 """gRPC options of both sides."""
 
 

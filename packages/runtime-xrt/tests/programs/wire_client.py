@@ -1,0 +1,104 @@
+"""A process that trains on a core of a worker once for each line of its input, ``ADDRESS SIZE``.
+
+Each line of its output says how a training ended: with a value, or with an error, and when.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import struct
+import sys
+import threading
+import time
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+from jaxlib import xla_client
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla.plugin import snapshot
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs.executable import ArrayType
+from polyxla_xrt.client.engine import RemoteEngine
+from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.config.assignment import Assignment
+from polyxla_xrt.errors import WorkerError
+
+TIMEOUT_S = 60
+"""Longest wait for a value, in seconds: more than any silence that a process endures."""
+HANG_S = 90
+LEAVE_S = 5
+"""How long the threads of a closed connection may take to end, in seconds."""
+STEPS = 10
+STEP = """HloModule step, input_output_alias={ {0}: (0, {}, must-alias) }
+add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
+ENTRY main { w = f32[SIZE] parameter(0) x = f32[] parameter(1) xs = f32[SIZE] broadcast(x), dimensions={}
+  error = f32[SIZE] subtract(xs, w) rate = f32[] constant(0.1)
+  rates = f32[SIZE] broadcast(rate), dimensions={} change = f32[SIZE] multiply(error, rates)
+  next = f32[SIZE] add(w, change) square = f32[SIZE] multiply(error, error) zero = f32[] constant(0)
+  loss = f32[] reduce(square, zero), dimensions={0}, to_apply=add
+  ROOT t = (f32[SIZE], f32[]) tuple(next, loss) }"""
+OPTIONS: bytes = xla_client.CompileOptions().SerializeAsString()
+
+
+def train(address: str, size: int, ends: ExitStack, lost: list[str]) -> str:
+    """Train; return a digest of every loss, of the weights, and of the weights amid the training."""
+    lease = ends.enter_context(closing(Lease(address, 1, snapshot())))
+    assignment = Assignment(address, lease.job, (0,), "TPU", 0, 1, 0, 1)
+    engine = RemoteEngine(assignment, snapshot(), lambda error, _: lost.append(str(error)))
+    ends.enter_context(closing(engine))
+    (device,) = engine.devices
+    digest = hashlib.sha256()
+    start = np.linspace(-1, 1, size, dtype=np.float32)
+    weights = engine.from_host(device, ArrayType("float32", (size,)), start.view(np.uint8).data)
+    module = hlo_module_from_text(STEP.replace("SIZE", str(size))).as_serialized_hlo_module_proto()
+    step = engine.compile(module, OPTIONS)
+    for number in range(STEPS):
+        x = engine.from_host(device, ArrayType("float32", ()), memoryview(struct.pack("<f", number)))
+        before = weights
+        weights, loss = engine.execute(step, device, [weights, x])
+        digest.update(engine.to_host(loss).result(TIMEOUT_S))
+        for array in (before, x, loss):
+            engine.delete(array)
+        if number == STEPS // 2:
+            amid = engine.copy(weights, device)
+    for array in (amid, weights):
+        digest.update(engine.to_host(array).result(TIMEOUT_S))
+    assert engine.memory_stats(device)["bytes_in_use"] >= 2 * 4 * size
+    return digest.hexdigest()
+
+
+def outcome(address: str, size: int) -> dict[str, Any]:
+    threads = set(threading.enumerate())
+    found: dict[str, Any] = {"value": None, "error": None, "kind": None, "is_typed": True, "lost": []}
+    with ExitStack() as ends:
+        try:
+            found["value"] = train(address, size, ends, found["lost"])
+        except Exception as error:
+            found["error"] = str(error)
+            found["kind"] = type(error).__name__
+            found["is_typed"] = isinstance(error, PjrtError | WorkerError)
+        found["at"] = time.monotonic()
+    found["closed_s"] = time.monotonic() - found["at"]
+    # gRPC's own threads end a moment after their channel.
+    deadline = time.monotonic() + LEAVE_S
+    while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found["threads"] = sorted(thread.name for thread in left)
+    return found
+
+
+def main() -> None:
+    for line in sys.stdin:
+        # A training that hangs prints where each of its threads is, and ends the process.
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        address, size = line.split()
+        print(json.dumps(outcome(address, int(size))), flush=True)
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()
