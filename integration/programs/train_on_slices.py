@@ -1,19 +1,26 @@
-"""Train a small decoder, and print the loss of each step.
+"""Train a small decoder, or the example for digits, and print the loss of each step and the accuracy.
 
-Argument: ``cpu``, ``replicas``, or ``spmd`` for an SPMD program whose batch is divided over the slices, and
-whose weights are divided over the chips of a slice.
+Arguments: ``decoder`` or ``digits``; ``cpu``, ``replicas``, or ``spmd`` for an SPMD program whose batches are
+divided over the slices, and whose weights are divided over the chips of a slice.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-WORDS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 32, 32, 4, 16, 16, 5
+from polyxla_examples.digits import DigitsNet, datasets
+
+WORDS, WIDTH, HEADS, LENGTH, BATCH = 32, 32, 4, 16, 16
+IMAGES = 128
+STEPS, EPOCHS = 5, 4
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Block(nn.Module):
@@ -34,25 +41,50 @@ class Block(nn.Module):
         return changed
 
 
-def decoder() -> tuple[nn.Module, torch.Tensor]:
+@dataclass
+class Task:
+    """What to train, with the inputs and targets of each step, and those that are tested."""
+
+    model: nn.Module
+    batches: list[Batch]
+    tested: Batch
+
+
+def decoder() -> Task:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(), Block(), nn.Linear(WIDTH, WORDS))
-    return model, torch.randint(WORDS, (BATCH, LENGTH + 1))
+    tokens = torch.randint(WORDS, (BATCH, LENGTH + 1))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    return Task(model, [batch] * STEPS, batch)
 
 
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+def digits() -> Task:
+    torch.manual_seed(0)
+    train, test = datasets()
+    (images, labels), (tested, answers) = train.tensors, test.tensors
+    batches = [*zip(images.split(IMAGES), labels.split(IMAGES), strict=True)]
+    # The last is smaller.
+    return Task(DigitsNet(0.1), batches[:-1] * EPOCHS, (tested, answers))
 
 
-def train(model: nn.Module, tokens: torch.Tensor, finish: Any) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+TASKS: dict[str, Callable[[], Task]] = {"decoder": decoder, "digits": digits}
+
+
+def train(model: nn.Module, batches: list[Batch], finish: Any) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for _ in range(STEPS):
+    for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = loss_of(model, tokens)
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
         loss.backward()
         losses.append(finish(optimizer, loss))
     return losses
+
+
+def accuracy(model: nn.Module, tested: Batch) -> float:
+    inputs, targets = tested
+    share: float = (model(inputs).argmax(-1) == targets).float().mean().item()
+    return share
 
 
 def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
@@ -60,7 +92,7 @@ def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
     return loss.item()
 
 
-def as_replica(index: int) -> None:
+def as_replica(index: int, task: Task) -> None:
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
@@ -68,42 +100,66 @@ def as_replica(index: int) -> None:
     def finish(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
         xm.optimizer_step(optimizer)
         mean: Any = xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1.0 / xr.world_size())
+        torch_xla.sync()
         return float(mean.item())
 
-    model, tokens = decoder()
-    own = tokens.chunk(xr.world_size())[xr.global_ordinal()]
+    def own(whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(xr.world_size())[xr.global_ordinal()].to(device)
+
     device = torch_xla.device()
-    losses = train(model.to(device), own.to(device), finish)
+    model = task.model.to(device)
+    losses = train(model, [(own(inputs), own(targets)) for inputs, targets in task.batches], finish)
+    share = accuracy(model, (task.tested[0].to(device), task.tested[1].to(device)))
     if xr.global_ordinal() == 0:
-        print(xr.world_size(), *losses)
+        print(xr.world_size(), *losses, share)
 
 
-def as_spmd() -> None:
+def as_spmd(task: Task) -> None:
+    import torch_xla
     import torch_xla.distributed.spmd.xla_sharding as xs
     import torch_xla.runtime as xr
+
+    def finish(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+        optimizer.step()
+        torch_xla.sync()
+        return loss.item()
+
+    def shard(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+        xs.mark_sharding(tensor, mesh, (axis, *[None] * (tensor.dim() - 1)))
+        return tensor
+
+    def parts(tensor: torch.Tensor) -> int:
+        """Return how many different parts of the rows this host's devices hold."""
+        return len({part.indices[0].start for part in xs.wrap_if_sharded(tensor).local_shards})
 
     xr.use_spmd()
     count = xr.global_runtime_device_count()
     slices = len({device["slice_index"] for device in xr.global_runtime_device_attributes()})
-    mesh = xs.HybridMesh(
-        ici_mesh_shape=(1, count // slices), dcn_mesh_shape=(slices, 1), axis_names=("data", "model")
-    )
-    model, tokens = decoder()
-    model.to("xla")
+    chips = count // slices
+    mesh = xs.HybridMesh(ici_mesh_shape=(1, chips), dcn_mesh_shape=(slices, 1), axis_names=("data", "model"))
+    model = task.model.to("xla")
     for weight in model.parameters():
-        if weight.dim() == 2:
-            xs.mark_sharding(weight, mesh, ("model", None))
-    batch = tokens.to("xla")
-    xs.mark_sharding(batch, mesh, ("data", None))
-    print(count, *train(model, batch, step))
+        if weight.dim() > 1:
+            shard(weight, "model")
+    batches = [
+        (shard(inputs.to("xla"), "data"), shard(targets.to("xla"), "data"))
+        for inputs, targets in task.batches
+    ]
+    # Each host has the chips of one slice: they share a part of the batch, and divide the weights.
+    assert parts(batches[0][0]) == 1
+    assert all(parts(weight) == chips for weight in model.parameters() if weight.dim() > 1)
+    losses = train(model, batches, finish)
+    print(count, *losses, accuracy(model, (task.tested[0].to("xla"), task.tested[1].to("xla"))))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "cpu":
-        print(1, *train(*decoder(), step))
-    elif sys.argv[1] == "spmd":
-        as_spmd()
+    _, chosen, way = sys.argv
+    task = TASKS[chosen]()
+    if way == "cpu":
+        print(1, *train(task.model, task.batches, step), accuracy(task.model, task.tested))
+    elif way == "spmd":
+        as_spmd(task)
     else:
         import torch_xla
 
-        torch_xla.launch(as_replica)
+        torch_xla.launch(as_replica, args=(task,))
