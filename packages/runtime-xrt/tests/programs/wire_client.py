@@ -12,6 +12,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -20,9 +21,10 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla.plugin import snapshot
+from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs.executable import ArrayType
-from polyxla_xrt.client.engine import RemoteEngine
+from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_xrt.client.engine import MAX_IN_FLIGHT, RemoteEngine
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.errors import WorkerError
@@ -32,7 +34,9 @@ TIMEOUT_S = 60
 HANG_S = 90
 LEAVE_S = 5
 """How long the threads of a closed connection may take to end, in seconds."""
+CALLS = 2 * MAX_IN_FLIGHT + 1
 STEPS = 10
+SCALAR = ArrayType("float32", ())
 STEP = """HloModule step, input_output_alias={ {0}: (0, {}, must-alias) }
 add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
 ENTRY main { w = f32[SIZE] parameter(0) x = f32[] parameter(1) xs = f32[SIZE] broadcast(x), dimensions={}
@@ -44,45 +48,103 @@ ENTRY main { w = f32[SIZE] parameter(0) x = f32[] parameter(1) xs = f32[SIZE] br
 OPTIONS: bytes = xla_client.CompileOptions().SerializeAsString()
 
 
-def train(address: str, size: int, ends: ExitStack, lost: list[str]) -> str:
-    """Train; return a digest of every loss, of the weights, and of the weights amid the training."""
-    lease = ends.enter_context(closing(Lease(address, 1, snapshot())))
-    assignment = Assignment(address, lease.job, (0,), "TPU", 0, 1, 0, 1)
-    engine = RemoteEngine(assignment, snapshot(), lambda error, _: lost.append(str(error)))
-    ends.enter_context(closing(engine))
-    (device,) = engine.devices
-    digest = hashlib.sha256()
-    start = np.linspace(-1, 1, size, dtype=np.float32)
-    weights = engine.from_host(device, ArrayType("float32", (size,)), start.view(np.uint8).data)
-    module = hlo_module_from_text(STEP.replace("SIZE", str(size))).as_serialized_hlo_module_proto()
-    step = engine.compile(module, OPTIONS)
-    for number in range(STEPS):
-        x = engine.from_host(device, ArrayType("float32", ()), memoryview(struct.pack("<f", number)))
-        before = weights
-        weights, loss = engine.execute(step, device, [weights, x])
-        digest.update(engine.to_host(loss).result(TIMEOUT_S))
-        for array in (before, x, loss):
-            engine.delete(array)
-        if number == STEPS // 2:
-            amid = engine.copy(weights, device)
-    for array in (amid, weights):
-        digest.update(engine.to_host(array).result(TIMEOUT_S))
-    assert engine.memory_stats(device)["bytes_in_use"] >= 2 * 4 * size
-    return digest.hexdigest()
+class Training:
+    """A training on the first core of a worker.
+
+    Args:
+        address: the worker's address.
+        size: number of weights.
+        ends: closes the lease and the engine.
+
+    Attributes:
+        lost: what `RemoteEngine` said to `on_lost`.
+    """
+
+    def __init__(self, address: str, size: int, ends: ExitStack) -> None:
+        self.lost: list[str] = []
+        self._address, self._size, self._ends = address, size, ends
+        text = STEP.replace("SIZE", str(size))
+        self._module: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+        self._engine: RemoteEngine | None = None
+        self._weights: Buffer | None = None
+        self._step: Executable | None = None
+
+    def run(self) -> str:
+        """Train; return a digest of every loss, of the weights, and of the weights amid the training."""
+        lease = self._ends.enter_context(closing(Lease(self._address, 1, snapshot())))
+        assignment = Assignment(self._address, lease.job, (0,), "TPU", 0, 1, 0, 1)
+        engine = RemoteEngine(assignment, snapshot(), lambda error, _: self.lost.append(str(error)))
+        self._engine = self._ends.enter_context(closing(engine))
+        (device,) = engine.devices
+        digest = hashlib.sha256()
+        start = np.linspace(-1, 1, self._size, dtype=np.float32)
+        weights = engine.from_host(device, ArrayType("float32", (self._size,)), start.view(np.uint8).data)
+        self._weights = weights
+        self._step = step = engine.compile(self._module, OPTIONS)
+        for number in range(STEPS):
+            before, x = weights, engine.from_host(device, SCALAR, scalar(number))
+            weights, loss = engine.execute(step, device, [before, x])
+            self._weights = weights
+            digest.update(engine.to_host(loss).result(TIMEOUT_S))
+            for array in (before, x, loss):
+                engine.delete(array)
+            if number == STEPS // 2:
+                amid = engine.copy(weights, device)
+        for array in (amid, weights):
+            digest.update(engine.to_host(array).result(TIMEOUT_S))
+        assert engine.memory_stats(device)["bytes_in_use"] >= 2 * 4 * self._size
+        return digest.hexdigest()
+
+    def untyped(self) -> list[str]:
+        """Call everything after a loss, often; return what did not raise the error of the loss."""
+        if (engine := self._engine) is None:
+            return []
+        (device,) = engine.devices
+        calls: dict[str, Callable[[], Any]] = {
+            "from_host": lambda: engine.from_host(device, SCALAR, scalar(1)),
+            "compile": lambda: engine.compile(self._module, OPTIONS),
+            "memory_stats": lambda: engine.memory_stats(device),
+        }
+        if weights := self._weights:
+            calls["to_host"] = lambda: engine.to_host(weights).result(TIMEOUT_S)
+            calls["copy"] = lambda: engine.copy(weights, device)
+        if weights and (step := self._step):
+            calls["execute"] = lambda: engine.execute(step, device, [weights, weights])
+        found = []
+        for name, call in calls.items():
+            for _ in range(CALLS):
+                try:
+                    call()
+                    found.append(f"{name} returns")
+                except PjrtError as error:
+                    if [error.message] != self.lost:
+                        found.append(f"{name}: {error}")
+                except Exception as error:
+                    found.append(f"{name}: {error!r}")
+        return sorted({*found})
+
+
+def scalar(number: float) -> memoryview:
+    return memoryview(struct.pack("<f", number))
 
 
 def outcome(address: str, size: int) -> dict[str, Any]:
     threads = set(threading.enumerate())
-    found: dict[str, Any] = {"value": None, "error": None, "kind": None, "is_typed": True, "lost": []}
+    found: dict[str, Any] = {"value": None, "error": None, "kind": None, "is_typed": True, "after": []}
     with ExitStack() as ends:
+        training = Training(address, size, ends)
         try:
-            found["value"] = train(address, size, ends, found["lost"])
+            found["value"] = training.run()
+            found["at"] = time.monotonic()
         except Exception as error:
+            found["at"] = time.monotonic()
             found["error"] = str(error)
             found["kind"] = type(error).__name__
             found["is_typed"] = isinstance(error, PjrtError | WorkerError)
-        found["at"] = time.monotonic()
-    found["closed_s"] = time.monotonic() - found["at"]
+            found["after"] = training.untyped()
+        found["lost"] = training.lost
+        closes = time.monotonic()
+    found["closed_s"] = time.monotonic() - closes
     # gRPC's own threads end a moment after their channel.
     deadline = time.monotonic() + LEAVE_S
     while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:

@@ -37,6 +37,10 @@ class How(Enum):
     """As `CUT`, but half of the message arrives first."""
     ONE = "one"
     """As `CUT`, but only the connection of the message is reset."""
+    NEAR = "near"
+    """Clients get resets. Servers get nothing any more, as behind a firewall that forgot the connection."""
+    FAR = "far"
+    """Servers get resets, and clients get nothing any more."""
     STOP = "stop"
     """Nothing arrives any more, in either direction; new connections are accepted and stay silent."""
 
@@ -81,7 +85,9 @@ class WireProxy:
         self._failed = Future[float]()
         self._goes_on: asyncio.TimerHandle | None = None
         self._counts = dict.fromkeys(Direction, 0)
-        self._writers: set[asyncio.StreamWriter] = set()
+        # The ends of the connections, each with where it sends, and those that send nothing any more.
+        self._writers: dict[asyncio.StreamWriter, Direction] = {}
+        self._silent: set[asyncio.StreamWriter] = set()
         self._links: set[asyncio.Task[None]] = set()
         started = Future[str]()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="wire-proxy")
@@ -134,13 +140,13 @@ class WireProxy:
         link = asyncio.current_task()
         assert link
         self._links.add(link)
-        self._writers.add(writer)
+        self._writers[writer] = Direction.TO_CLIENT
         ends = {writer}
         try:
             await self._flows.wait()
             from_server, to_server = await asyncio.open_connection(self._host, self._port)
             ends.add(to_server)
-            self._writers.add(to_server)
+            self._writers[to_server] = Direction.TO_SERVER
             async with asyncio.TaskGroup() as ways:
                 ways.create_task(self._carry(reader, to_server, Direction.TO_SERVER))
                 ways.create_task(self._carry(from_server, writer, Direction.TO_CLIENT))
@@ -148,9 +154,9 @@ class WireProxy:
             # The server does not listen, or one side was reset: the other side is reset, too.
             pass
         finally:
-            self._writers -= ends
             self._links.discard(link)
-            for end in ends:
+            for end in ends - self._silent:
+                self._writers.pop(end, None)
                 _abort(end)
 
     async def _carry(
@@ -179,7 +185,7 @@ class WireProxy:
         self, writer: asyncio.StreamWriter, frame: bytes, direction: Direction, *, is_message: bool
     ) -> None:
         await self._flows.wait()
-        if is_message and not writer.is_closing():
+        if is_message and self._is_open(writer):
             self._counts[direction] += 1
             fault = self._fault
             if fault and fault.direction is direction and fault.at == self._counts[direction]:
@@ -199,11 +205,19 @@ class WireProxy:
         elif fault.how is How.ONE:
             # Its other side is reset as soon as this one has failed.
             _abort(writer)
+        elif fault.how in (How.NEAR, How.FAR):
+            to_reset = Direction.TO_CLIENT if fault.how is How.NEAR else Direction.TO_SERVER
+            self._silent = {end for end, to in self._writers.items() if to is not to_reset}
+            for end in self._writers.keys() - self._silent:
+                _abort(end)
         else:
             self._reset()
 
+    def _is_open(self, writer: asyncio.StreamWriter) -> bool:
+        return not writer.is_closing() and writer not in self._silent
+
     async def _send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        if writer.is_closing():
+        if not self._is_open(writer):
             raise ConnectionResetError
         at = 0
         while at < len(data):
@@ -217,6 +231,7 @@ class WireProxy:
         for writer in self._writers:
             _abort(writer)
         self._writers.clear()
+        self._silent.clear()
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:

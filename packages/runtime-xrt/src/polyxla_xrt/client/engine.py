@@ -363,6 +363,8 @@ class RemoteEngine(Engine):
             with self._changed:
                 # `_lose` may have taken it out already.
                 self._in_flight.pop(sequence, None)
+            # Otherwise, calls that fail would use up the room, and the next one would wait for ever.
+            self._room.release()
             raise
         for row in rows:
             # Only an execution that was sent takes its arguments: after a failure to send, they stay valid.

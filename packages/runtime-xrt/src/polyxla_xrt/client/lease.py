@@ -18,10 +18,12 @@ from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.env import TPU_NUM_DEVICES
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.protocol.worker import PROTOCOL, format_holder
+from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, format_holder
 
 REPLACED_S = 20.0
 """How long a worker that has answered may then be without a process that serves, in seconds."""
+UNNOTICED_S = SILENCE_S + 5.0
+"""Longest time for which a worker may hold cores for a connection that is gone, in seconds."""
 CLOSE_S = 2.0
 """Longest wait for the end of the call, in seconds."""
 
@@ -113,8 +115,9 @@ class Lease:
                     raise
             # This blocks until the new process answers, so that the request below reaches it.
             self._channel.status(timeout_s=REPLACED_S)
-            # The user's limit includes the time spent in the queue of the replaced process.
-            request.wait_s = max(0.0, started + wait_s - time.monotonic())
+            # The user's limit includes the time spent in the queue of the replaced process. The cores may be
+            # held by the last request of this job, if the worker has not noticed the end of its connection.
+            request.wait_s = max(UNNOTICED_S, started + wait_s - time.monotonic())
 
     def _granted(self, on_wait: Callable[[str], None]) -> pb.Granted:
         try:
