@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -158,3 +159,23 @@ def then(first: FutureLike, follow: Callable[[Any], None], done: Future[Any]) ->
             done.set_exception(error)
 
     first.add_done_callback(pass_on)
+
+
+def when_all_are_done(futures: Sequence[FutureLike], then: Callable[[BaseException | None], None]) -> None:
+    """Call `then` with an error of one of the futures, or None, on the thread that completes the last one."""
+    left, lock = len(futures), threading.Lock()
+
+    def count(_: FutureLike) -> None:
+        nonlocal left
+        # Futures of several cores complete on several threads, of which exactly one must call `then`.
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            # This is outside of the lock, because `then` sends an answer and may block.
+            then(next((error for future in futures if (error := future.exception())), None))
+
+    for future in futures:
+        future.add_done_callback(count)
+    if not futures:
+        then(None)

@@ -16,7 +16,7 @@ from typing import Any, overload
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
-from polyxla_bridge.engine.futures import FutureLike, completion_of
+from polyxla_bridge.engine.futures import completion_of, when_all_are_done
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.compile_request import without_texts
@@ -199,7 +199,7 @@ class Session:
             # The results of a core complete together, so the first of each core is enough. Without results
             # there is nothing to wait for.
             parts = [completion_of(row[0].buffer.value) for row in rows if row]
-            _when_all_are_done(parts, lambda error: self._report(request.sequence, program, error))
+            when_all_are_done(parts, lambda error: self._report(request.sequence, program, error))
         for number, result in enumerate(itertools.chain.from_iterable(rows), request.first_result):
             # A second array with the same number would replace the first, whose memory could then not be
             # freed.
@@ -402,26 +402,6 @@ def failure(error: BaseException | None) -> pb.Failure | None:
         return None
     known = as_pjrt_error(error)
     return pb.Failure(code=known.code, message=known.message[:MAX_FAILURE_CHARS])
-
-
-def _when_all_are_done(futures: Sequence[FutureLike], then: Callable[[BaseException | None], None]) -> None:
-    """Call `then` with an error of one of the futures, or None, on the thread that completes the last one."""
-    left, lock = len(futures), threading.Lock()
-
-    def count(_: FutureLike) -> None:
-        nonlocal left
-        # Futures of several cores complete on several threads, of which exactly one must call `then`.
-        with lock:
-            left -= 1
-            is_last = left == 0
-        if is_last:
-            # This is outside of the lock, because `then` sends an answer and may block.
-            then(next((error for future in futures if (error := future.exception())), None))
-
-    for future in futures:
-        future.add_done_callback(count)
-    if not futures:
-        then(None)
 
 
 def _broken(type_: ArrayType, device: EngineDevice, error: BaseException) -> Buffer:
