@@ -52,7 +52,7 @@ class Holder(_message.Message):
     def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., user: _Optional[str] = ..., command: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("protocol", "holder", "cores", "wait_s", "stall_timeout_s", "workers", "worker", "host", "coordinator", "secret")
+    __slots__ = ("protocol", "holder", "cores", "wait_s", "stall_timeout_s", "workers", "worker", "host", "coordinator", "secret", "job")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class LeaseRequest(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     holder: Holder
     cores: int
@@ -73,7 +74,8 @@ class LeaseRequest(_message.Message):
     host: str
     coordinator: str
     secret: str
-    def __init__(self, protocol: _Optional[int] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., cores: _Optional[int] = ..., wait_s: _Optional[float] = ..., stall_timeout_s: _Optional[float] = ..., workers: _Optional[int] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., secret: _Optional[str] = ...) -> None: ...
+    job: str
+    def __init__(self, protocol: _Optional[int] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., cores: _Optional[int] = ..., wait_s: _Optional[float] = ..., stall_timeout_s: _Optional[float] = ..., workers: _Optional[int] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., secret: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("held", "granted")
@@ -132,16 +134,18 @@ class Command(_message.Message):
     def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., execute: _Optional[_Union[Execute, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., download: _Optional[_Union[Download, _Mapping]] = ..., copy: _Optional[_Union[Copy, _Mapping]] = ..., compile: _Optional[_Union[Compile, _Mapping]] = ..., stats: _Optional[_Union[Stats, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("protocol", "job", "cores", "ordinal")
+    __slots__ = ("protocol", "job", "cores", "ordinal", "snapshot")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
     ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     job: str
     cores: _containers.RepeatedScalarFieldContainer[int]
     ordinal: int
-    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., cores: _Optional[_Iterable[int]] = ..., ordinal: _Optional[int] = ...) -> None: ...
+    snapshot: int
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., cores: _Optional[_Iterable[int]] = ..., ordinal: _Optional[int] = ..., snapshot: _Optional[int] = ...) -> None: ...
 
 class ArrayType(_message.Message):
     __slots__ = ("dtype", "dims")
@@ -250,8 +254,10 @@ class Answer(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., executed: _Optional[_Union[Executed, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("snapshot",)
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    snapshot: int
+    def __init__(self, snapshot: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message")

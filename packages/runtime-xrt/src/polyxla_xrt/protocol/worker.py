@@ -10,8 +10,10 @@ from polyxla_xrt.protocol.channels import peer_options
 
 SERVICE = "polyxla.xrt.worker.Worker"
 """The gRPC name of the service."""
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the messages. Increment it for any change that an older peer would misread."""
+KEY_BYTES = 16
+"""Bytes of a job's key, which is written in hexadecimal digits."""
 MAX_PROGRAM_BYTES = (1 << 31) - 1
 """Largest program: the limit of a protobuf message."""
 PING_S = 5

@@ -16,12 +16,13 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.outbox import Outbox
-from polyxla_xrt.protocol.worker import format_holder
+from polyxla_xrt.protocol.worker import KEY_BYTES, format_holder
 from polyxla_xrt.server.worker.session import MemoryBudget, Session, failure
 
 BROKEN_S = 5.0
 """Time for a replica whose program failed to end by itself, in seconds, before its job is ended."""
 _COMPILERS = 8
+_POLL_S = 0.1
 
 _log = logging.getLogger("polyxla.worker")
 
@@ -35,12 +36,14 @@ class AttachedProcess:
         cores: the cores that it drives.
         outbox: the answers that wait to be sent to it.
         session: its arrays and programs; None until the job's engine has started.
+        snapshot: where its newest snapshot is; None if it cannot go back to one.
     """
 
     ordinal: int
     cores: frozenset[int]
     outbox: Outbox
     session: Session | None = None
+    snapshot: int | None = None
 
 
 class LeasedJob:
@@ -54,12 +57,15 @@ class LeasedJob:
         make_engine: starts its engine; called at once, on a thread.
         close_s: longest wait for the engine to finish what the job left behind, in seconds; after that, it is
             given up.
+        key: the key of a job whose processes go on when it has lost a worker; empty for one that ends then.
 
     Attributes:
         key: secret that only the job's own processes know.
         since: when it got the cores, in seconds since 1970.
         budget: the memory of its arrays.
         ended: set once the job is over.
+        is_resumable: whether its processes begin again, on the worker that it has then, when it ends with
+            status UNAVAILABLE.
     """
 
     def __init__(
@@ -70,8 +76,10 @@ class LeasedJob:
         memory_limit_bytes: int,
         make_engine: Callable[[], Engine],
         close_s: float,
+        key: str = "",
     ) -> None:
-        self.key = secrets.token_hex(16)
+        self.key = key or secrets.token_hex(KEY_BYTES)
+        self.is_resumable = bool(key)
         self.holder = holder
         self.cores = cores
         self.coordinator = coordinator
@@ -142,6 +150,43 @@ class LeasedJob:
         )
         return process
 
+    def agree(
+        self, process: AttachedProcess, snapshot: int | None, timeout_s: float, gone: Callable[[], bool]
+    ) -> int:
+        """Wait for the other processes, and return the smallest of all their newest snapshots.
+
+        Args:
+            process: a process that begins its session.
+            snapshot: its newest; None if it cannot go back.
+            timeout_s: longest wait, in seconds.
+            gone: returns whether the process has gone.
+
+        Raises:
+            PjrtError: not all came in time, or the job is over.
+        """
+        process.snapshot = snapshot
+        # No process waits for those that have met nobody: a replica may come later, when others let it.
+        if not snapshot:
+            return 0
+        deadline = time.monotonic() + timeout_s
+        while not gone() and not self.ended.wait(_POLL_S):
+            with self._lock:
+                back = [each for each in self._processes if each.snapshot is not None]
+            missing = set(range(self.cores)).difference(*(each.cores for each in back))
+            if not missing:
+                return min(each.snapshot or 0 for each in back)
+            if time.monotonic() > deadline:
+                raise PjrtError(
+                    Code.UNAVAILABLE,
+                    f"the processes that drive cores {sorted(missing)} have not come back within "
+                    f"{timeout_s:g} s: they have ended, or do not reach this worker",
+                )
+        raise PjrtError(self.why.code or Code.CANCELLED, self.why.message or "the process has gone")
+
+    def withdraw(self, process: AttachedProcess) -> None:
+        """Forget a process that has not begun its session after all."""
+        self._remove(process)
+
     def _register(self, process: AttachedProcess, cores: Sequence[int]) -> None:
         # A set drops duplicates, so a core that is listed twice shows in the number of cores below.
         unknown = [core for core in process.cores if core >= self.cores]
@@ -174,7 +219,8 @@ class LeasedJob:
         No effect after the process's goodbye.
         """
         if self._remove(process):
-            error = PjrtError(Code.ABORTED, f"ordinal {process.ordinal} {how}")
+            code = Code.UNAVAILABLE if self.is_resumable else Code.ABORTED
+            error = PjrtError(code, f"ordinal {process.ordinal} {how}")
             # It is no longer among the processes that `end` informs, but may still be alive.
             process.outbox.put(pb.Answer(ended=pb.Ended(failure=failure(error))), may_wait=False)
             self.end(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import re
 import socket
 import threading
 import time
@@ -24,7 +25,7 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.bulk_decoding import Decoded
 from polyxla_xrt.protocol.outbox import Outbox
-from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, format_holder
+from polyxla_xrt.protocol.worker import KEY_BYTES, PROTOCOL, SILENCE_S, format_holder
 from polyxla_xrt.server.worker import glibc_memory
 from polyxla_xrt.server.worker.incoming_array import MisuseError
 from polyxla_xrt.server.worker.leased_job import AttachedProcess, LeasedJob
@@ -114,7 +115,7 @@ class WorkerServicer:
         """Yield the grant, wait for the job's end, and end the call with the reason."""
         try:
             # `add_callback` returns False if the call has ended, and then never calls the function.
-            if not context.add_callback(lambda: job.end(_gone())):
+            if not context.add_callback(lambda: job.end(_gone(job))):
                 return
             yield pb.LeaseReply(
                 granted=pb.Granted(
@@ -143,6 +144,8 @@ class WorkerServicer:
             len(value) > MAX_NAME_CHARS for _, value in request.holder.ListFields() if isinstance(value, str)
         ):
             text = f"a job's host, user and command may have at most {MAX_NAME_CHARS} characters each"
+        elif request.job and not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", request.job):
+            text = f"a job's key must be {2 * KEY_BYTES} hexadecimal digits"
         else:
             text = self._engines.refusal(request) or _pod_problem(request)
         if text:
@@ -151,6 +154,10 @@ class WorkerServicer:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
 
     def _acquire(self, request: pb.LeaseRequest, wait_s: float, context: Any) -> LeasedJob | None:
+        # A job that asks again has lost its connection, which this worker may notice much later.
+        if (before := self.leases.job) and _is_key(before, request.job):
+            before.end(PjrtError(Code.UNAVAILABLE, "the job has begun again on this worker"))
+
         def make() -> LeasedJob:
             # The port is chosen when the cores are free: another process could take it during a long wait.
             coordinator = coordinator_address(request)
@@ -163,6 +170,7 @@ class WorkerServicer:
                 self._memory_limit_bytes,
                 lambda: self._engines.start(request, coordinator, lambda text: job.end(_stalled(text))),
                 self._engines.close_s,
+                request.job,
             )
             who = format_holder(request.holder)
             _log.info("lease granted", extra={"event": {"holder": who, "cores": request.cores}})
@@ -211,7 +219,7 @@ class WorkerServicer:
         outbox = Outbox()
         attach = _attach_command(requests, context)
         # This waits until the engine has started, so that the reader finds a session.
-        job, process = self._attach(attach, outbox, context)
+        job, process, snapshot = self._attach(attach, outbox, context)
         reader = threading.Thread(
             target=_read, args=(requests, job, process), name=f"polyxla-session-{attach.ordinal}", daemon=True
         )
@@ -222,21 +230,29 @@ class WorkerServicer:
             return
         reader.start()
         # The reader may have queued answers by now, and the client must get this answer before them.
-        yield bulk_encoding.encode([pb.Answer(attached=pb.Attached())])
+        yield bulk_encoding.encode([pb.Answer(attached=pb.Attached(snapshot=snapshot))])
         yield from bulk_encoding.encode_all(outbox.take)
 
-    def _attach(self, attach: pb.Attach, outbox: Outbox, context: Any) -> tuple[LeasedJob, AttachedProcess]:
+    def _attach(
+        self, attach: pb.Attach, outbox: Outbox, context: Any
+    ) -> tuple[LeasedJob, AttachedProcess, int]:
+        """Return the job, the process, and the snapshot that it goes back to."""
         _check_protocol(attach.protocol, context)
         job = self.leases.job
-        # The comparison takes constant time, so that the key cannot be guessed byte by byte. It compares
-        # bytes, because it rejects a text that is not ASCII, and a client may send any text.
-        if job is None or not hmac.compare_digest(job.key.encode(), attach.job.encode()):
+        if job is None or not _is_key(job, attach.job):
             _abort(context, pb.Failure(code=Code.NOT_FOUND, message="there is no such job on this worker"))
+        snapshot = attach.snapshot if attach.HasField("snapshot") else None
         try:
-            return job, job.attach(attach.ordinal, attach.cores, outbox, ATTACH_S)
+            process = job.attach(attach.ordinal, attach.cores, outbox, ATTACH_S)
+            try:
+                agreed = job.agree(process, snapshot, ATTACH_S, lambda: not context.is_active())
+            except BaseException:
+                job.withdraw(process)
+                raise
         except Exception as error:
             known = as_pjrt_error(error)
             _abort(context, pb.Failure(code=known.code, message=known.message))
+        return job, process, agreed
 
     def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
         """Return what is served, and which job holds it."""
@@ -348,8 +364,15 @@ def _details(text: str) -> str:
     return text.encode()[:MAX_DETAILS_BYTES].decode(errors="ignore")
 
 
-def _gone() -> PjrtError:
-    return PjrtError(Code.CANCELLED, "the job's launcher has ended, or was unreachable")
+def _gone(job: LeasedJob) -> PjrtError:
+    code = Code.UNAVAILABLE if job.is_resumable else Code.CANCELLED
+    return PjrtError(code, "the job's launcher has ended, or was unreachable")
+
+
+def _is_key(job: LeasedJob, text: str) -> bool:
+    # The comparison takes constant time, so that the key cannot be guessed byte by byte. It compares bytes,
+    # because it rejects a text that is not ASCII, and a client may send any text.
+    return hmac.compare_digest(job.key.encode(), text.encode())
 
 
 def _stalled(text: str) -> PjrtError:
