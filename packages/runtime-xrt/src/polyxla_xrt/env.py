@@ -93,6 +93,22 @@ POLYXLA_XRT_TLS_KEY = "POLYXLA_XRT_TLS_KEY"
 Default: none.
 """
 
+POLYXLA_XRT_RESUME = "POLYXLA_XRT_RESUME"
+"""Longest wait for a worker after the loss of the job's, in seconds; then the job goes on there.
+Default: unset; the loss of its worker ends a job.
+"""
+
+POLYXLA_XRT_SPARES = "POLYXLA_XRT_SPARES"
+"""The addresses of workers that may take a job whose worker is lost: ``host:port``, separated by commas.
+Default: none; the job waits for its worker to come back.
+"""
+
+POLYXLA_XRT_SNAPSHOT_EVERY = "POLYXLA_XRT_SNAPSHOT_EVERY"
+"""Number of programs after which a process that can resume copies its arrays to the host. Of a job of several
+processes, those in which they meet are counted.
+Default: 100.
+"""
+
 POLYXLA_XRT_ASSIGNMENT = "POLYXLA_XRT_ASSIGNMENT"
 """Set for replicas: the worker, the job and the cores of the process, as JSON."""
 

@@ -10,7 +10,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
@@ -20,6 +20,7 @@ from polyxla import PolyxlaError
 from polyxla.plugin import LOCALHOST, POLYXLA_SECRET, derived, is_stopped, say, signal_name, snapshot
 from polyxla_xrt import env
 from polyxla_xrt.client.job_owner import JobOwner
+from polyxla_xrt.config.resuming import read_resuming, refuse_resuming
 from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
 from polyxla_xrt.config.variables import Variable
 from polyxla_xrt.config.workers import Worker, read_workers, write_workers
@@ -73,6 +74,7 @@ class LeaseHolder:
     def __init__(self, plan: NodePlan, environ: Mapping[str, str]) -> None:
         # These come first: an invalid value must fail before a process is started.
         limit_s, self._stall_s = job_wait_s(environ), stall_timeout_s(environ)
+        refuse_resuming(plan.configuration, environ)
         ours, theirs = Pipe()
         self._pipe = ours
         self._process = subprocess.Popen(
@@ -177,6 +179,8 @@ def _hold(pipe: Connection, plan: NodePlan, owner: JobOwner, environ: Mapping[st
     configuration = plan.configuration
     ensure_service(configuration, environ, pipe.send)
     worker, pod = _worker(plan, environ)
+    # The launcher reads messages until it has the lease; later ones go to the terminal.
+    tell: Callable[[Any], None] = pipe.send
     lease = Lease(
         worker.address,
         plan.cores,
@@ -185,7 +189,9 @@ def _hold(pipe: Connection, plan: NodePlan, owner: JobOwner, environ: Mapping[st
         stall_timeout_s=stall_timeout_s(environ),
         pod=pod,
         owner=owner,
-        on_wait=pipe.send,
+        resuming=read_resuming(environ),
+        revive=lambda: ensure_service(configuration, environ, say),
+        on_wait=lambda text: tell(text),  # noqa: PLW0108  (`tell` changes below)
     )
     mesh: Any = None
     try:
@@ -199,6 +205,7 @@ def _hold(pipe: Connection, plan: NodePlan, owner: JobOwner, environ: Mapping[st
             mesh = MeshServer(address, len(plan.devices), environ[POLYXLA_SECRET], config)
         mesh_address = mesh.address if mesh else configuration.mesh_address or ""
         pipe.send(GrantedLease(worker.address, lease.job, mesh_address))
+        tell = say
         _wait_for_the_end(pipe)
     finally:
         lease.close()

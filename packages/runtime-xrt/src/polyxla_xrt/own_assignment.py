@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from polyxla.plugin import say
 from polyxla_xrt.config.assignment import Assignment
+from polyxla_xrt.config.resuming import read_resuming, refuse_resuming
 from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
 from polyxla_xrt.local_service import ensure_service
 from polyxla_xrt.plan import NodePlan
@@ -25,6 +26,7 @@ def lease_cores(plan: NodePlan, environ: Mapping[str, str]) -> tuple[Assignment,
     # gRPC do not survive.
     from polyxla_xrt.client.lease import Lease
 
+    refuse_resuming(plan.configuration, environ)
     ensure_service(plan.configuration, environ, say)
     address, cores = plan.worker.address, plan.cores
     lease = Lease(
@@ -33,6 +35,8 @@ def lease_cores(plan: NodePlan, environ: Mapping[str, str]) -> tuple[Assignment,
         environ,
         wait_s=job_wait_s(environ),
         stall_timeout_s=stall_timeout_s(environ),
+        resuming=read_resuming(environ),
+        revive=lambda: ensure_service(plan.configuration, environ, say),
         on_wait=say,
     )
     _own.address = address

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,21 +14,27 @@ from typing import Any
 
 import grpc
 
-from polyxla import UsageError
+from polyxla import PolyxlaError, UsageError
 from polyxla.plugin import printable, snapshot
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.job_owner import JobOwner
+from polyxla_xrt.client.probe import RETRY_S
+from polyxla_xrt.config.resuming import Resuming
 from polyxla_xrt.env import TPU_NUM_DEVICES
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, format_holder
+from polyxla_xrt.protocol.worker import KEY_BYTES, PROTOCOL, SILENCE_S, format_holder
 
+TURN_S = 5.0
+"""Longest wait for the cores of one of several workers, in seconds, before the next is tried."""
 REPLACED_S = 20.0
 """How long a worker that has answered may then be without a process that serves, in seconds."""
 UNNOTICED_S = SILENCE_S + 5.0
 """Longest time for which a worker may hold cores for a connection that is gone, in seconds."""
 CLOSE_S = 2.0
 """Longest wait for the end of the call, in seconds."""
+
+_log = logging.getLogger("polyxla.xrt")
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,9 @@ class Lease:
         stall_timeout_s: longest wait of a replica in its collectives, in seconds.
         pod: this worker's part in a job of several workers; None for a single worker.
         owner: the process that owns the job; default: the current process.
-        on_wait: receives, once, a message that names the holder of the cores.
+        resuming: how the job goes on after the loss of its worker; None if that ends it.
+        revive: called before each attempt to reach a worker again; it may start one.
+        on_wait: receives a message that names the holder of the cores, and later what happens to the worker.
         on_end: receives the reason if the worker ends the job; called on a thread.
 
     Attributes:
@@ -81,15 +92,22 @@ class Lease:
         stall_timeout_s: float = 0.0,
         pod: Pod | None = None,
         owner: JobOwner | None = None,
+        resuming: Resuming | None = None,
+        revive: Callable[[], None] = lambda: None,
         on_wait: Callable[[str], None] = lambda _: None,
         on_end: Callable[[WorkerError], None] = lambda _: None,
     ) -> None:
         self._channel = WorkerChannel(address, environ)
-        self._on_end = on_end
+        self._address, self._environ = address, environ
+        self._resuming, self._revive = resuming, revive
+        self._on_wait, self._on_end = on_wait, on_end
         self._is_closed = False
-        request = _request(cores, wait_s, stall_timeout_s, pod, owner or JobOwner.current())
+        self._request = _request(cores, wait_s, stall_timeout_s, pod, owner or JobOwner.current())
+        if resuming:
+            # The processes of the job must know its key on the next worker without being told.
+            self._request.job = secrets.token_hex(KEY_BYTES)
         try:
-            granted = self._wait_for(request, on_wait)
+            granted = self._wait_for(self._request)
         except BaseException:
             self._channel.close()
             raise
@@ -98,7 +116,7 @@ class Lease:
         self._thread = threading.Thread(target=self._watch, name="polyxla-lease", daemon=True)
         self._thread.start()
 
-    def _wait_for(self, request: pb.LeaseRequest, on_wait: Callable[[str], None]) -> pb.Granted:
+    def _wait_for(self, request: pb.LeaseRequest) -> pb.Granted:
         """Request the cores, and repeat the request if the worker's process is replaced during the wait."""
         # The status comes first: its errors say what is wrong with the address or the version, and it has the
         # number of cores.
@@ -108,7 +126,7 @@ class Lease:
         while True:
             self._call = self._channel.call("Lease", request)
             try:
-                return self._granted(on_wait)
+                return self._granted()
             except WorkerConnectError:
                 # The supervisor replaces a serving process that has failed, and the address answers again.
                 if time.monotonic() - started >= max(wait_s, REPLACED_S):
@@ -119,7 +137,7 @@ class Lease:
             # held by the last request of this job, if the worker has not noticed the end of its connection.
             request.wait_s = max(UNNOTICED_S, started + wait_s - time.monotonic())
 
-    def _granted(self, on_wait: Callable[[str], None]) -> pb.Granted:
+    def _granted(self) -> pb.Granted:
         try:
             # The loop ends with the grant and leaves the call open: the call itself is the lease, and
             # `_watch` reads on.
@@ -127,7 +145,9 @@ class Lease:
                 if reply.WhichOneof("kind") == "granted":
                     granted: pb.Granted = reply.granted
                     return granted
-                on_wait(f"waiting for {self._channel.where}, whose cores are held by {_format(reply.held)}")
+                self._on_wait(
+                    f"waiting for {self._channel.where}, whose cores are held by {_format(reply.held)}"
+                )
         except grpc.RpcError as error:
             raise self._explain(error) from None
         raise WorkerLostError(
@@ -144,13 +164,44 @@ class Lease:
         return self._channel.explain(error)
 
     def _watch(self) -> None:
-        """Read the call until it ends, and report the end unless this process closed the lease."""
-        try:
-            for _ in self._call:
-                pass
-        except grpc.RpcError as error:
-            if not self._is_closed:
-                self._on_end(lost(self._channel, error))
+        """Read the call until the lease ends for good, and report that unless this process closed it."""
+        while True:
+            try:
+                for _ in self._call:
+                    pass
+            except grpc.RpcError as error:
+                why = lost(self._channel, error)
+                is_gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+            if self._is_closed:
+                return
+            if not (is_gone and self._resuming and self._renew(self._resuming, why)):
+                if not self._is_closed:
+                    self._on_end(why)
+                return
+
+    def _renew(self, resuming: Resuming, why: WorkerError) -> bool:
+        """Lease cores again, of this worker or a spare one; return whether there were any in time."""
+        addresses = (self._address, *resuming.spares)
+        deadline = time.monotonic() + resuming.wait_s
+        self._on_wait(f"{why.what}; waiting up to {resuming.wait_s:g} s for {' or '.join(addresses)}")
+        for address in itertools.cycle(addresses):
+            left = deadline - time.monotonic()
+            if left <= 0 or self._is_closed:
+                return False
+            self._channel.close()
+            self._channel = WorkerChannel(address, self._environ)
+            # One that serves another job must not keep this one from the others.
+            self._request.wait_s = left if len(addresses) == 1 else min(left, TURN_S)
+            try:
+                self._revive()
+                self._wait_for(self._request)
+            # A ValueError means that `close` has closed the channel.
+            except (PolyxlaError, ValueError) as error:
+                _log.info("no cores at %s: %s", address, error)
+                time.sleep(RETRY_S)
+            else:
+                return True
+        raise AssertionError("a cycle does not end")
 
     def close(self) -> None:
         """Return the cores to the worker."""

@@ -8,7 +8,7 @@ from polyxla.plugin import POLYXLA_WAIT_S
 from polyxla_bridge import env as bridge
 from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S
 from polyxla_xrt import env
-from polyxla_xrt.config.variables import find, read_count
+from polyxla_xrt.config.variables import Variable, find, read_count
 
 LONGEST_WAIT_S = 7 * 24 * 3600.0
 """Longest wait that may be requested, in seconds: for other replicas, or for another job's cores."""
@@ -23,8 +23,15 @@ def job_wait_s(environ: Mapping[str, str]) -> float:
         UsageError: `POLYXLA_WAIT_S` is not a number from 0 to `LONGEST_WAIT_S`.
     """
     variable = find(environ, POLYXLA_WAIT_S)
-    if variable is None:
-        return 0.0
+    return read_seconds(variable) if variable else 0.0
+
+
+def read_seconds(variable: Variable) -> float:
+    """Read a wait, from 0 to `LONGEST_WAIT_S` seconds.
+
+    Raises:
+        UsageError: the value is not such a number.
+    """
     try:
         seconds = float(variable.text)
     except ValueError:
@@ -33,7 +40,7 @@ def job_wait_s(environ: Mapping[str, str]) -> float:
     if not 0 <= seconds <= LONGEST_WAIT_S:
         raise variable.error(
             f"{variable.text!r} is not a number of seconds from 0 to {LONGEST_WAIT_S:.0f}",
-            f"Write {POLYXLA_WAIT_S}=600.",
+            f"Write {variable.name}=600.",
         )
     return seconds
 
