@@ -2,6 +2,9 @@
 
 Only requests with an answer wait for the worker: compilations, downloads and statistics. Everything else is
 queued and sent in order; its errors come back on the same stream and surface when an array is read.
+
+With `POLYXLA_XRT_RESUME`, the loss of the connection or the worker ends nothing: the engine begins a session
+on the worker that the job has next, and sends the commands of its journal again.
 """
 
 from __future__ import annotations
@@ -15,22 +18,33 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
 
+from polyxla.plugin import say
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, Engine, EngineDevice
-from polyxla_bridge.engine.futures import CompletedFuture, DeletedFuture, GroupedFuture
+from polyxla_bridge.engine.futures import (
+    CompletedFuture,
+    DeletedFuture,
+    GroupedFuture,
+    when_all_are_done,
+)
 from polyxla_bridge.env import Coordinates
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_xrt import env
 from polyxla_xrt.client.channel import WorkerChannel
+from polyxla_xrt.client.journal import Command, Journal, LiveArray, Sized
 from polyxla_xrt.client.lease import lost
 from polyxla_xrt.client.pending_answer import PendingAnswer
+from polyxla_xrt.client.probe import RETRY_S
 from polyxla_xrt.config.assignment import Assignment
+from polyxla_xrt.config.resuming import read_resuming
 from polyxla_xrt.errors import WorkerError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
@@ -46,8 +60,10 @@ MAX_RELEASES = 1024
 """Maximum number of arrays that wait to be freed together."""
 GOODBYE_S = 5.0
 """Longest wait for the end of the session, in seconds."""
-_Commands: TypeAlias = Iterable[tuple[pb.Command | bulk_encoding.BulkMessage, int]]
-"""Commands, each with the size of its data."""
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND)
+MAX_FRUITLESS = 5
+"""Number of times that sessions may be lost at one place; then what they run is taken for the cause."""
+_Commands: TypeAlias = Iterable[Sized]
 
 
 @dataclass
@@ -73,6 +89,31 @@ class _Execution:
     done: Future[None]
     program: str
     collectives: tuple[str, ...]
+    since: float
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """Why a session is over, and the status code with which it ended."""
+
+    error: WorkerError
+    code: int
+
+
+@dataclass
+class _Resumption:
+    """A session that began anew and is brought to the state of the last one.
+
+    Attributes:
+        outbox: its commands.
+        meetings: `Snapshot.meetings` of the snapshot that it begins with.
+        compiling: the programs that the worker still compiles; everything else follows.
+        since: when the last session was lost, on `time.monotonic`'s clock.
+    """
+
+    outbox: Outbox
+    meetings: int
+    compiling: set[int]
     since: float
 
 
@@ -131,12 +172,19 @@ class RemoteEngine(Engine):
         self._attached: Future[None] = Future()
         self._error: PjrtError | None = None
         self._is_closing = False
-        self._outbox = Outbox(self._releases)
-        self._channel = WorkerChannel(assignment.address, environ)
-        attach = pb.Attach(
-            protocol=PROTOCOL, job=assignment.job, cores=assignment.cores, ordinal=assignment.ordinal
+        self._assignment, self._environ = assignment, environ
+        self._resuming = read_resuming(environ)
+        self._journal = (
+            Journal(self._resuming.every, is_alone=assignment.process_count == 1) if self._resuming else None
         )
-        self._call = self._channel.session(self._commands(attach))
+        self._is_away = False
+        self._resumption: _Resumption | None = None
+        # The requests of a snapshot that is not whole.
+        self._reading: set[int] = set()
+        # Answers that somebody waited for, and how many there were when the last session was lost.
+        self._answered = self._answered_before = self._fruitless = 0
+        self._outbox = Outbox(self._releases)
+        self._channel, self._call = self._begin(assignment.address, self._outbox)
         self._reader = threading.Thread(target=self._read, name="polyxla-answers", daemon=True)
         self._reader.start()
         try:
@@ -154,70 +202,262 @@ class RemoteEngine(Engine):
     def _local(self) -> list[EngineDevice]:
         return [device for device in self.devices if device.is_local]
 
-    def _commands(self, attach: pb.Attach) -> Iterator[bytes]:
-        """Yield commands to send. gRPC's thread iterates, the only one that takes from the outbox."""
-        yield bulk_encoding.encode([pb.Command(attach=attach)])
-        yield from bulk_encoding.encode_all(self._outbox.take)
+    def _begin(self, address: str, outbox: Outbox) -> tuple[WorkerChannel, Any]:
+        """Begin a session, which sends what is put into `outbox`; return its channel and its call."""
+        attach = pb.Attach(
+            protocol=PROTOCOL,
+            job=self._assignment.job,
+            cores=self._assignment.cores,
+            ordinal=self._assignment.ordinal,
+            snapshot=self._journal.newest if self._journal else None,
+        )
+
+        def commands() -> Iterator[bytes]:
+            # gRPC's thread iterates, the only one that takes from the outbox.
+            yield bulk_encoding.encode([pb.Command(attach=attach)])
+            yield from bulk_encoding.encode_all(outbox.take)
+
+        channel = WorkerChannel(address, self._environ)
+        return channel, channel.session(commands())
 
     def _releases(self) -> pb.Command | None:
         """Return one command that frees everything released so far, or None."""
-        if not self._released and not self._dropped:
+        # A session that begins anew first compiles its programs, and has no arrays so far.
+        if self._is_away or (not self._released and not self._dropped):
             return None
         # The list is swapped as a whole, and the deque is popped, because other threads append to them
         # without a lock, and so do finalizers, which may run at any instruction.
         arrays, self._released = self._released, []
         programs = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        return pb.Command(release=pb.Release(arrays=arrays, programs=programs))
+        command = pb.Command(release=pb.Release(arrays=arrays, programs=programs))
+        if self._journal:
+            self._journal.add(command, 0, takes=arrays)
+        return command
 
     def _send(self, commands: _Commands) -> None:
         """Queue commands without others in between."""
         with self._sending:
             for command, size in commands:
-                if not self._outbox.put(command, size):
-                    raise self._error or PjrtError(Code.UNAVAILABLE, "this process has left the worker")
+                self._put(command, size)
+
+    def _put(
+        self,
+        command: Command,
+        size: int,
+        makes: Mapping[int, LiveArray] = MappingProxyType({}),
+        takes: Iterable[int] = (),
+    ) -> None:
+        """Record and queue a command; `_sending` is held.
+
+        Args:
+            command: the command.
+            size: the size of its data.
+            makes: the arrays that it makes.
+            takes: the arrays that it consumes.
+        """
+        if self._journal and self._error is None:
+            self._journal.add(command, size, makes, takes)
+        self._queue(command, size)
+
+    def _queue(self, command: Command, size: int) -> None:
+        """Queue a command for the session, if there is one; `_sending` is held."""
+        # While the worker is away, the journal keeps the command for the next session.
+        if not self._outbox.put(command, size) and (self._error or not self._is_away):
+            raise self._error or PjrtError(Code.UNAVAILABLE, "this process has left the worker")
 
     def _read(self) -> None:
-        """Handle answers until the stream ends. Runs on the reader thread."""
+        """Handle answers until the last session ends. Runs on the reader thread."""
+        loss = self._read_session()
+        while loss and self._resuming and loss.code == Code.UNAVAILABLE and not self._is_closing:
+            try:
+                self._resume(loss)
+            except WorkerError as error:
+                loss = _Loss(error, Code.UNAVAILABLE)
+                break
+            loss = self._read_session()
+        # A process that has said goodbye must not fail because another process dies after it.
+        if loss and not self._is_closing:
+            self._lose(loss.code, loss.error)
+
+    def _read_session(self) -> _Loss | None:
+        """Handle answers until the session ends; return why, or None if it never began."""
+        error: Any = None
         try:
             for answers in self._call:
                 for answer, data in answers:
+                    if answer.WhichOneof("kind") == "ended":
+                        failure = answer.ended.failure
+                        return _Loss(_ended(self._channel, failure.message), failure.code)
                     self._handle(answer, data)
-            error = None
         except grpc.RpcError as broken:
             error = broken
+        except WorkerError as unresumed:
+            return _Loss(unresumed, Code.ABORTED)
         if not self._attached.done():
             found = self._channel.explain(error) if error else _ended(self._channel, "it ended the session")
+            # A worker that was lost since it granted the cores is gone, or does not know the job.
+            if self._resuming and error and error.code() in _GONE:
+                return _Loss(found, Code.UNAVAILABLE)
             self._attached.set_exception(found)
-        # The stream also ends after the goodbye, and after `_lose` has reported the end of the job.
-        elif not self._is_closing and self._error is None:
-            gone = lost(self._channel, error) if error else _ended(self._channel, "it ended the session")
-            self._lose(Code.UNAVAILABLE, gone)
+            return None
+        gone = lost(self._channel, error) if error else _ended(self._channel, "it ended the session")
+        return _Loss(gone, Code.UNAVAILABLE)
+
+    def _resume(self, loss: _Loss) -> None:
+        """Begin a session anew, with this worker or a spare one, and compile the programs there.
+
+        Raises:
+            WorkerError: there is none in time, or the last sessions were lost at this same place.
+        """
+        assert self._resuming
+        assert self._journal
+        since = time.monotonic()
+        self._is_away, self._resumption = True, None
+        # These end the threads that send and wait: from here on, commands go to the journal only.
+        self._outbox.cut()
+        self._call.cancel()
+        self._channel.close()
+        self._journal.give_up()
+        for number in self._reading:
+            self._requests.pop(number, None)
+        self._reading.clear()
+        self._count_loss(loss)
+        meetings, outbox = self._reattach(since + self._resuming.wait_s, loss)
+        if not self._attached.done():
+            self._attached.set_result(None)
+        for request in list(self._requests.values()):
+            request.restart()
+        try:
+            programs = self._journal.compilations(meetings)
+        except LookupError as error:
+            raise self._not_resumed(str(error)) from None
+        self._resumption = _Resumption(outbox, meetings, set(programs), since)
+        for command, size in itertools.chain.from_iterable(programs.values()):
+            outbox.put(command, size, may_wait=False)
+        if not programs:
+            self._go_on()
+
+    def _count_loss(self, loss: _Loss) -> None:
+        """Raise the loss if nothing was answered since the last one, and that several times."""
+        with self._changed:
+            is_idle = not self._in_flight and not self._requests
+        is_fruitless = self._answered == self._answered_before and not is_idle
+        self._fruitless = self._fruitless + 1 if is_fruitless else 0
+        self._answered_before = self._answered
+        if self._fruitless >= MAX_FRUITLESS:
+            raise WorkerLostError(
+                f"{loss.error.what}; that was the {MAX_FRUITLESS}th time at the same place of this program",
+                where=self._channel.address,
+                fix="See the worker's log: what this program runs there seems to end the worker.",
+            )
+
+    def _reattach(self, deadline: float, loss: _Loss) -> tuple[int, Outbox]:
+        """Attach to the worker that has the job now.
+
+        Returns:
+            `Snapshot.meetings` of the snapshot to which all replicas go back, and the session's outbox.
+
+        Raises:
+            WorkerError: there is none at the deadline; the error of the last attempt.
+        """
+        assert self._resuming
+        why = loss.error
+        for address in itertools.cycle((self._assignment.address, *self._resuming.spares)):
+            left = deadline - time.monotonic()
+            if left <= 0 or self._is_closing:
+                break
+            outbox = Outbox(self._releases)
+            self._channel, self._call = self._begin(address, outbox)
+            # The worker may wait for the other replicas, and a connection may hang.
+            timer = threading.Timer(left, self._call.cancel)
+            timer.daemon = True
+            timer.start()
+            try:
+                for (answer, _), *_ in self._call:
+                    return answer.attached.snapshot, outbox
+            except grpc.RpcError as error:
+                why = self._channel.explain(error)
+            finally:
+                timer.cancel()
+            outbox.cut()
+            self._channel.close()
+            time.sleep(RETRY_S)
+        raise WorkerLostError(
+            f"{loss.error.what}; no worker has taken the job again within {self._resuming.wait_s:g} s: "
+            f"{why.what}",
+            where=f"{env.POLYXLA_XRT_RESUME}={self._resuming.wait_s:g}",
+            fix="Restart the worker sooner, or allow more time. The job can resume from a checkpoint.",
+        )
+
+    def _go_on(self) -> None:
+        """Send the journal's commands, now that its programs are compiled, and then those of the program."""
+        resumption = self._resumption
+        assert resumption
+        assert self._journal
+        with self._sending:
+            arrays, commands = self._journal.replay(resumption.meetings, self._requests.__contains__)
+            for command, size in commands:
+                # They are in memory already, so the limit of the outbox would save nothing.
+                resumption.outbox.put(command, size, may_wait=False)
+            self._outbox, self._is_away, self._resumption = resumption.outbox, False, None
+        if self.process_index == 0:
+            seconds = time.monotonic() - resumption.since
+            say(
+                f"resumed on {self._channel.where} after {seconds:.1f} s, with {arrays} arrays of a snapshot "
+                f"and {len(commands)} commands since"
+            )
+
+    def _not_resumed(self, why: str) -> WorkerLostError:
+        return WorkerLostError(
+            f"{self._channel.where} has the job again, but cannot go on with it: {why}",
+            where=env.POLYXLA_XRT_RESUME,
+            fix="Start the job again; it can resume from a checkpoint.",
+        )
 
     def _handle(self, answer: pb.Answer, data: memoryview | None) -> None:
         match answer.WhichOneof("kind"):
             case "executed":
-                # The callbacks below may queue the next execution, which needs this room.
-                self._room.release()
-                with self._changed:
-                    done = self._in_flight.pop(answer.executed.sequence).done
-                    if not self._in_flight:
-                        self._idle_since = time.monotonic()
-                        self._changed.notify_all()
-                # This is outside of the lock: callbacks of the future run here, and may call this engine.
-                if answer.executed.HasField("failure"):
-                    done.set_exception(_error(answer.executed.failure))
-                else:
-                    done.set_result(None)
+                self._handle_execution(answer.executed)
             case "part":
-                request = self._requests[answer.part.request]
-                if request.add(answer.part, data):
-                    del self._requests[answer.part.request]
+                self._handle_part(answer.part, data)
             case "attached":
                 self._attached.set_result(None)
-            # A process that has said goodbye must not fail because another process dies after it.
-            case "ended" if not self._is_closing:
-                failure = answer.ended.failure
-                self._lose(failure.code, _ended(self._channel, failure.message))
+
+    def _handle_execution(self, answer: pb.Executed) -> None:
+        with self._changed:
+            execution = self._in_flight.pop(answer.sequence, None)
+            if not self._in_flight:
+                self._idle_since = time.monotonic()
+                self._changed.notify_all()
+        # An execution that was sent again may have been answered before.
+        if execution is None:
+            return
+        self._answered += 1
+        # The callbacks below may queue the next execution, which needs this room.
+        self._room.release()
+        # This is outside of the lock: callbacks of the future run here, and may call this engine.
+        if answer.HasField("failure"):
+            execution.done.set_exception(_error(answer.failure))
+        else:
+            execution.done.set_result(None)
+
+    def _handle_part(self, part: pb.Part, data: memoryview | None) -> None:
+        resumption, has_failed = self._resumption, part.HasField("failure")
+        request = self._requests.get(part.request)
+        # Nobody waits for a program that is compiled again.
+        if request is None:
+            if has_failed and resumption and part.request in resumption.compiling:
+                raise self._not_resumed(f"it does not compile a program: {part.failure.message}")
+        elif request.add(part, data):
+            del self._requests[part.request]
+            self._reading.discard(part.request)
+            self._answered += 1
+            if has_failed and self._journal:
+                self._journal.drop_program(part.request)
+        if resumption and part.ends:
+            resumption.compiling.discard(part.request)
+            if not resumption.compiling:
+                self._go_on()
 
     def _lose(self, code: int, error: WorkerError) -> None:
         """Fail every future: there will be no more answers. Runs on the reader thread.
@@ -229,6 +469,8 @@ class RemoteEngine(Engine):
         self._on_lost(error, code)
         self._error = PjrtError(code, str(error))
         self._outbox.cut()
+        if self._journal:
+            self._journal.give_up()
         with self._changed:
             in_flight, self._in_flight = list(self._in_flight.values()), {}
             self._changed.notify_all()
@@ -331,6 +573,10 @@ class RemoteEngine(Engine):
             return [
                 [Buffer(type_, device, lost[0].value) for type_ in executable.outputs] for device in devices
             ]
+        # Where other processes take part in a program, they must agree on the place of a snapshot.
+        is_meeting = self._is_meeting(executable)
+        if self._journal and is_meeting:
+            self._journal.wait_before_meeting()
         if not self._room.acquire(blocking=False):
             self.holdups += 1
             self._room.acquire()
@@ -342,7 +588,7 @@ class RemoteEngine(Engine):
             self._in_flight[sequence] = _Execution(done, executable.name, collectives, time.monotonic())
         first = self._new_numbers(len(devices) * len(executable.outputs))
         numbers = itertools.count(first)
-        outputs: list[list[Buffer]] = [
+        outputs = [
             [
                 RemoteBuffer(type_, device, GroupedFuture(done), number=next(numbers))
                 for type_ in executable.outputs
@@ -357,8 +603,15 @@ class RemoteEngine(Engine):
             first_result=first,
             keep=sorted(keep),
         )
+        donated = executable.native["donated"] - keep
+        makes = {result.number: self._live(result) for row in outputs for result in row}
+        takes = [_number(row[number]) for row in rows for number in donated]
         try:
-            self._send([(pb.Command(execute=request), 8 * len(request.arguments))])
+            with self._sending:
+                self._put(pb.Command(execute=request), 8 * len(request.arguments), makes, takes)
+                if self._journal and is_meeting:
+                    self._journal.meet()
+                self._take_snapshot_if_due(has_met=is_meeting)
         except PjrtError:
             with self._changed:
                 # `_lose` may have taken it out already.
@@ -368,9 +621,53 @@ class RemoteEngine(Engine):
             raise
         for row in rows:
             # Only an execution that was sent takes its arguments: after a failure to send, they stay valid.
-            for number in executable.native["donated"] - keep:
+            for number in donated:
                 row[number].give_up("was donated to a program")
-        return outputs
+        return [[*row] for row in outputs]
+
+    def _is_meeting(self, executable: Executable) -> bool:
+        """Return whether a program is counted for snapshots: each, if this process has the whole job."""
+        is_alone = self._assignment.process_count == 1
+        devices = executable.num_replicas * executable.num_partitions
+        return is_alone or (devices > len(self._cores) and bool(executable.native["collectives"]))
+
+    def _live(self, buffer: RemoteBuffer) -> LiveArray:
+        return LiveArray(buffer.type, self._cores[buffer.device.index])
+
+    def _take_snapshot_if_due(self, *, has_met: bool) -> None:
+        """Begin to read the arrays of a snapshot, if this is its place; `_sending` is held.
+
+        Args:
+            has_met: whether the last command was a program in which replicas meet.
+        """
+        if not self._journal or self._is_away or not self._journal.is_due(has_met=has_met):
+            return
+        snapshot, missing = self._journal.begin()
+        # What is not answered yet would not be sent again once the snapshot is whole.
+        with self._changed:
+            before: list[Future[Any]] = [execution.done for execution in self._in_flight.values()]
+        before += [request.done for request in list(self._requests.values())]
+        reads: dict[int, Future[memoryview]] = {}
+        for array, live in missing.items():
+            number = self._new_numbers(1)
+            into = memoryview(np.empty(array_bytes(width(live.type.dtype), live.type.dims), np.uint8).data)
+            request = self._requests[number] = PendingAnswer(into)
+            self._reading.add(number)
+            reads[array] = request.done
+            self._queue(pb.Command(download=pb.Download(request=number, array=array)), 0)
+
+        def keep(_: BaseException | None) -> None:
+            assert self._journal
+            # An array that its program failed to compute cannot be read, nor can a lost worker's.
+            if any(read.exception() for read in reads.values()):
+                self._journal.give_up(snapshot)
+                return
+            for array, read in reads.items():
+                live = missing[array]
+                snapshot.arrays[array] = list(_uploads(array, live.type, live.core, read.result()))
+            self._journal.finish(snapshot)
+
+        when_all_are_done([*before, *reads.values()], keep)
 
     def _new_numbers(self, count: int) -> int:
         """Reserve `count` consecutive numbers and return the first."""
@@ -380,18 +677,13 @@ class RemoteEngine(Engine):
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Queue the array's bytes; blocks only while the outbox is full."""
-        number = self._new_numbers(1)
-
-        def uploads() -> _Commands:
-            announced: pb.ArrayType | None = pb.ArrayType(dtype=type_.dtype, dims=type_.dims)
-            core = self._cores[device.index]
-            for chunk, ends in chunks(data):
-                head = pb.Upload(array=number, type=announced, core=core, ends=ends)
-                yield bulk_encoding.upload(head, chunk), len(chunk)
-                # The worker knows the type from the first chunk.
-                announced = None
-
-        self._send(uploads())
+        number, core = self._new_numbers(1), self._cores[device.index]
+        # The journal sends the data again, when the caller has long changed it.
+        kept = memoryview(bytes(data)) if self._journal else data
+        with self._sending:
+            for command, size in _uploads(number, type_, core, kept):
+                self._put(command, size, {number: LiveArray(type_, core)})
+            self._take_snapshot_if_due(has_met=False)
         # The future is complete although the worker may still fail: that error comes when the array is read.
         return RemoteBuffer(type_, device, CompletedFuture(), number=number)
 
@@ -418,9 +710,12 @@ class RemoteEngine(Engine):
         if not isinstance(buffer, RemoteBuffer):
             return Buffer(buffer.type, device, buffer.value)
         number = self._new_numbers(1)
-        request = pb.Copy(array=number, source=_number(buffer), core=self._cores[device.index])
-        self._send([(pb.Command(copy=request), 0)])
-        return RemoteBuffer(buffer.type, device, CompletedFuture(), number=number)
+        copied = RemoteBuffer(buffer.type, device, CompletedFuture(), number=number)
+        live = self._live(copied)
+        request = pb.Copy(array=number, source=_number(buffer), core=live.core)
+        with self._sending:
+            self._put(pb.Command(copy=request), 0, {number: live})
+        return copied
 
     def delete(self, buffer: Buffer) -> None:
         """Free the array on the worker, together with others, after everything that is queued."""
@@ -433,7 +728,9 @@ class RemoteEngine(Engine):
             self._released.append(buffer.number)
             if len(self._released) >= MAX_RELEASES:
                 # The outbox sends releases only when it is empty, and a busy outbox never is.
-                self._send([(command, 0)] if (command := self._releases()) else [])
+                with self._sending:
+                    if command := self._releases():
+                        self._queue(command, 0)
 
     def serialize(self, executable: Executable) -> bytes:
         """Return the program before compilation: the compiled program exists only on the worker."""
@@ -489,6 +786,16 @@ class RemoteEngine(Engine):
         # A thread inside gRPC while Python finalizes would crash the process.
         self._reader.join(GOODBYE_S)
         self._on_close()
+
+
+def _uploads(number: int, type_: ArrayType, core: int, data: memoryview) -> Iterator[Sized]:
+    """Yield the commands that upload an array."""
+    announced: pb.ArrayType | None = pb.ArrayType(dtype=type_.dtype, dims=type_.dims)
+    for chunk, ends in chunks(data):
+        head = pb.Upload(array=number, type=announced, core=core, ends=ends)
+        yield bulk_encoding.upload(head, chunk), len(chunk)
+        # The worker knows the type from the first chunk.
+        announced = None
 
 
 def _number(buffer: Buffer) -> int:

@@ -66,6 +66,11 @@ class PendingAnswer:
                 )
             )
 
+    def restart(self) -> None:
+        """Forget the chunks that came: another session sends the answer from its beginning."""
+        self._parts.clear()
+        self._filled = 0
+
     def fail(self, error: PjrtError) -> None:
         """Set the error, unless the answer is complete."""
         if not self.done.done():
