@@ -1,6 +1,7 @@
 """Cost of a worker: cores behind a network service, compared with the same cores in the process itself.
 
-    nox -s bench -- xrt [step] [start] [trips] [transfer] [memory] [encoding] [latency] [jobs] [--json]
+    nox -s bench -- xrt [step] [start] [trips] [transfer] [memory] [encoding] [latency] [jobs] [resume]
+                        [--json]
 
 Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
 ratio is ours to the peer's in the same round: the median over the rounds. The benchmark starts all workers
@@ -334,6 +335,21 @@ def measure_step() -> None:
         row("step: 1 core / bridge", ours, bridged, ours.beside(bridged), at_least=0.93)
 
 
+def measure_resume() -> None:
+    """Compare a job that can go on after the loss of its worker with one that cannot; each has a worker."""
+    resumes = {"POLYXLA_XRT_RESUME": "60"}
+    for model in ("convnet", "block"):
+        with (
+            worker(1) as (first, _),
+            worker(1) as (second, _),
+            contest(
+                partial(Contestant, replicas.native, model, BATCH, 1, node(first, 1) | resumes),
+                partial(Contestant, replicas.native, model, BATCH, 1, node(second, 1)),
+            ) as (ours, plain),
+        ):
+            row(f"resume: {model} / without", ours, plain, ours.beside(plain), at_least=0.95)
+
+
 def measure_start() -> None:
     """Measure the time from the command to the end of the last replica's first step."""
     with worker(CORES) as (address, _):
@@ -480,6 +496,7 @@ PARTS = {
     "encoding": measure_encoding,
     "latency": measure_latency,
     "jobs": measure_jobs,
+    "resume": measure_resume,
 }
 
 
