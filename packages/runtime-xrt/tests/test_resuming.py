@@ -208,7 +208,9 @@ def test_a_spare_worker_takes_the_job(
 
     def kill_first(number: int) -> None:
         if number == 17:
+            serving = first.serving_pid
             first.process.kill()
+            os.kill(serving, signal.SIGKILL)
 
     assert train(engine, 30, kill_first) == whole
     assert f"for {first.address} or {second.address}" in said[0]

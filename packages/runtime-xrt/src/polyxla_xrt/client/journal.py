@@ -249,7 +249,7 @@ def _released_programs(log: Iterable[Sized]) -> Iterator[int]:
 
 
 def _request(command: Command) -> int:
-    """Return the number of a request that is answered with data; 0 if the command is none."""
+    """Return the number of a request that is answered with data; 0 if the command has no such answer."""
     if isinstance(command, BulkMessage):
         return 0
     return command.download.request or command.stats.request

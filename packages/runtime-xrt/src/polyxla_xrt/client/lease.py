@@ -104,7 +104,7 @@ class Lease:
         self._is_closed = False
         self._request = _request(cores, wait_s, stall_timeout_s, pod, owner or JobOwner.current())
         if resuming:
-            # The processes of the job must know its key on the next worker without being told.
+            # The processes of the job know its key in advance, also for the next worker.
             self._request.job = secrets.token_hex(KEY_BYTES)
         try:
             granted = self._wait_for(self._request)
