@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from jobs.conftest import Host, Served
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "train_through_losses.py"
-LIMIT_S = 200
+LIMIT_S = 900
 STEPS, SNAPSHOT_EVERY = 30, 10
 RESUMES = {"POLYXLA_XRT_RESUME": "60", "POLYXLA_XRT_SNAPSHOT_EVERY": str(SNAPSHOT_EVERY)}
-LOSSES = 20
-"""Losses of a worker in the long test, each in a run of its own."""
+LOSSES, LONG_STEPS, PAUSE_S = 20, 1500, 0.1
+"""Of the long tests: losses of a worker in one job, its steps, and the pause after each step."""
 LONG_LIVED_S = 5.5
 """Age from which the end of a serving process does not count as a failed start of its worker."""
 
@@ -59,19 +60,32 @@ class Run:
 @pytest.fixture
 def train(launch: Callable[..., subprocess.Popen[str]], here: Host) -> Callable[..., Run]:
     def train(
-        address: str, what: str, cores: int, on_step: Callable[[int], None] = lambda _: None, **environ: str
+        address: str,
+        what: str,
+        cores: int,
+        on_step: Callable[[int], None] = lambda _: None,
+        steps: int = STEPS,
+        pause_s: float = 0,
+        **environ: str,
     ) -> Run:
         node = {"XRT_TPU_CONFIG": f"tpu_worker;0;{address}", "TPU_NUM_DEVICES": str(cores)}
-        return Run(launch(here, "-u", str(PROGRAM), what, str(STEPS), **node, **environ), on_step)
+        command = ["-u", str(PROGRAM), what, str(steps), str(pause_s)]
+        return Run(launch(here, *command, **node, **environ), on_step)
 
     return train
 
 
-def kill(worker: Served) -> None:
+def kill(worker: Served, *, and_supervisor: bool = False) -> None:
     """Kill the serving process, which its supervisor replaces; without effect while there is none."""
     pid = worker.process.pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        os.kill(int(child), signal.SIGKILL)
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    if and_supervisor:
+        worker.process.kill()
+        worker.process.wait()
+    for child in children:
+        # It also ends by itself when its supervisor does.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
 
 
 def test_a_decoder_trains_through_the_loss_of_its_worker(
@@ -91,27 +105,74 @@ def test_a_decoder_trains_through_the_loss_of_its_worker(
     assert f"waiting up to 60 s for {worker.address}" in "".join(killed.err)
 
 
+class Losses:
+    """Kills the serving process of a worker at random moments, sometimes again while the job resumes."""
+
+    def __init__(self, worker: Served, chance: random.Random) -> None:
+        self.count = 0
+        self._worker, self._chance = worker, chance
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def _work(self) -> None:
+        # The first is lost before the first step: while programs are compiled, and the first arrays sent.
+        while not self._is_over.wait(LONG_LIVED_S + self._chance.random()):
+            kill(self._worker)
+            self.count += 1
+            if self._chance.random() < 0.25:
+                self._is_over.wait(0.3 + self._chance.random())
+                kill(self._worker)
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("cores", [1, 4])
 @pytest.mark.parametrize("what", ["digits", "decoder"])
 def test_no_moment_of_a_loss_changes_a_bit(
     here: Host, serve: Callable[..., Served], train: Callable[..., Run], what: str, cores: int
 ) -> None:
     worker = serve(here, cores)
-    whole = train(worker.address, what, cores)
-    chance = random.Random(f"{what} {cores}")
-    for _ in range(LOSSES):
-        timer = threading.Timer(LONG_LIVED_S, lambda: None)
-        timer.start()
-        timer.join()
-        at, delay_s = chance.randrange(-3, STEPS), chance.random() / 3
+    whole = train(worker.address, what, cores, steps=LONG_STEPS)
+    losses = Losses(worker, random.Random(f"{what} {cores}"))
+    try:
+        killed = train(worker.address, what, cores, steps=LONG_STEPS, pause_s=PAUSE_S, **RESUMES)
+    finally:
+        losses.end()
+    assert killed.found == whole.found
+    assert losses.count >= LOSSES
+    assert len(killed.resumed) >= LOSSES - 2, killed.err
 
-        def kill_soon(step: int, at: int = at, delay_s: float = delay_s) -> None:
-            if step == at:
-                threading.Timer(delay_s, kill, [worker]).start()
 
-        if at < 0:
-            # Before the first step: while the programs are compiled, and the first arrays sent.
-            threading.Timer(8 + 4 * at * chance.random() / 3, kill, [worker]).start()
-        assert train(worker.address, what, cores, kill_soon, **RESUMES).found == whole.found, (at, delay_s)
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_job_moves_from_port_to_port(
+    here: Host, serve: Callable[..., Served], train: Callable[..., Run]
+) -> None:
+    workers = [serve(here, 2), serve(here, 2)]
+    addresses = [worker.address for worker in workers]
+    whole = train(addresses[0], "decoder", 2, steps=LONG_STEPS)
+
+    def move(step: int) -> None:
+        if step and step % (LONG_STEPS // 5) == 0:
+            # The worker that the job is on ends, and starts again while the job is on the other one.
+            place = step // (LONG_STEPS // 5) % 2 ^ 1
+            kill(workers[place], and_supervisor=True)
+            workers[place] = serve(here, 2, int(addresses[place].rpartition(":")[2]))
+
+    moved = train(
+        addresses[0],
+        "decoder",
+        2,
+        move,
+        steps=LONG_STEPS,
+        pause_s=PAUSE_S,
+        POLYXLA_XRT_SPARES=addresses[1],
+        **RESUMES,
+    )
+    assert moved.found == whole.found
+    assert len(moved.resumed) == 4, moved.err

@@ -1,6 +1,6 @@
 """Train on every core; print each step, and at the end the bits of each replica's losses and weights.
 
-Arguments: ``digits`` or ``decoder``, which has dropout, and the number of steps.
+Arguments: ``digits`` or ``decoder``, which has dropout; the number of steps; the seconds after each.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def loss_of_step(what: str, model: nn.Module, step: int) -> torch.Tensor:
     return F.cross_entropy(model(images.to(device)), labels.to(device))
 
 
-def train(index: int, what: str, steps: int) -> None:
+def train(index: int, what: str, steps: int, pause_s: float) -> None:
     torch.manual_seed(0)
     decoder = nn.Sequential(
         nn.Embedding(WORDS, WIDTH),
@@ -63,6 +64,7 @@ def train(index: int, what: str, steps: int) -> None:
         losses.append(loss.detach() if step % 5 else float(loss.item()).hex())
         if xr.global_ordinal() == 0:
             print("step", step, flush=True)
+        time.sleep(pause_s)
     found = [value if isinstance(value, str) else float(value.item()).hex() for value in losses]
     weights = b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())
     text = json.dumps({"losses": found, "weights": hashlib.sha256(weights).hexdigest()})
@@ -71,4 +73,4 @@ def train(index: int, what: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    torch_xla.launch(train, args=(sys.argv[1], int(sys.argv[2])))
+    torch_xla.launch(train, args=(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))

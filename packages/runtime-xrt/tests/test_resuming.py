@@ -7,7 +7,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
@@ -150,25 +150,25 @@ def test_a_killed_worker_changes_no_bit(
     assert all(f"{worker.address} is gone: " in text and "waiting up to 60 s for" in text for text in said)
 
 
-def test_a_session_that_is_cut_goes_on_and_leaves_nothing(
-    worker: Any, connect: Callable[..., RemoteEngine], capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("cuts", [10, pytest.param(50, marks=pytest.mark.long)])
+def test_sessions_that_are_cut_leave_nothing(
+    worker: Any, connect: Callable[..., RemoteEngine], capfd: pytest.CaptureFixture[str], cuts: int
 ) -> None:
     engine = connect(worker.address)
-    whole = train(engine, 51)
-    threads = 0
-
-    def cut(number: int) -> None:
-        nonlocal threads
+    whole = train(engine, cuts + 1)
+    training, threads = Training(engine), 0
+    for number in range(cuts):
+        training.step()
         engine._call.cancel()
-        if number == 10:
-            threads = threading.active_count()
-
-    assert train(engine, 51, cut) == whole
-    assert threading.active_count() <= threads + 5
-    assert "resumed on the worker at" in capfd.readouterr().err
-    held = worker.status()["memory_bytes"]
-    # The two trainings' last weights and programs are still there, and nothing of the 51 lost sessions.
-    assert held <= 4 * 4 * SIZE, held
+        # The read waits for the next session.
+        assert engine.to_host(training.weights).result(WAIT_S)
+        threads = threads or threading.active_count() if number > 3 else 0
+    training.step()
+    assert training.results() == whole
+    assert threading.active_count() <= threads + 2
+    assert capfd.readouterr().err.count("resumed on the worker at") == cuts
+    # The weights of both trainings, and nothing of the lost sessions.
+    assert worker.status()["memory_bytes"] <= 2 * 4 * SIZE
 
 
 def test_replicas_go_on_from_one_place(start_worker: Callable[..., Any]) -> None:
@@ -196,6 +196,39 @@ def test_replicas_go_on_from_one_place(start_worker: Callable[..., Any]) -> None
     worker.wait_until_free()
     assert both(kill_twice) == whole
     assert whole[0] == whole[1]
+
+
+def test_partitioned_programs_and_copies_go_on(start_worker: Callable[..., Any]) -> None:
+    worker = start_worker()
+    environ = variables()
+    text = """HloModule parts
+        ENTRY main { w = f32[2000] parameter(0), sharding={devices=[2]0,1}
+          s = f32[2000] sine(w), sharding={devices=[2]0,1}
+          r = f32[2000] reverse(s), dimensions={0}, sharding={devices=[2]0,1}
+          ROOT n = f32[2000] add(w, r), sharding={devices=[2]0,1} }"""
+    options = xla_client.CompileOptions()
+    options.num_partitions = 2
+    options.executable_build_options.use_spmd_partitioning = True
+    options.executable_build_options.num_partitions = 2
+
+    def run(engine: RemoteEngine, losses: Sequence[int]) -> list[bytes]:
+        module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+        parts = engine.compile(module, options.SerializeAsString())
+        rows = [[engine.from_host(device, VECTOR, values(device.index))] for device in engine.devices]
+        copies = []
+        for number in range(3 * EVERY):
+            if number in losses:
+                kill(worker)
+            rows = engine.execute_partitioned(parts, rows)
+            # The copies live on the other core, and some are in no snapshot before they are read.
+            copies.append(engine.copy(rows[0][0], engine.devices[1]))
+        read = [engine.to_host(array) for array in (*copies, rows[0][0], rows[1][0])]
+        return [bytes(each.result(WAIT_S)) for each in read]
+
+    with closing(lease_of(worker.address, 2, environ)) as lease:
+        whole_job = Assignment(worker.address, lease.job, (0, 1), "TPU", 0, 2, 0, 1)
+        with closing(RemoteEngine(whole_job, environ)) as engine:
+            assert run(engine, (4, 17)) == run(engine, ())
 
 
 def test_a_spare_worker_takes_the_job(
