@@ -17,27 +17,22 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
-from train_on_slices import BATCH, LENGTH, WIDTH, WORDS, Block, loss_of
+from train_on_slices import BATCH, LENGTH, WIDTH, WORDS, Batch, Block
 
-from polyxla_examples.digits import DigitsNet
+from polyxla_examples.digits import DigitsNet, datasets
+
+IMAGES, _ = datasets()
 
 
-def digits(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(what: str, step: int) -> Batch:
+    """Return the inputs and the targets of this replica's step."""
     torch.manual_seed(1000 * xr.global_ordinal() + step)
-    return torch.rand(BATCH, 1, 8, 8), torch.randint(10, (BATCH,))
-
-
-def tokens(step: int) -> torch.Tensor:
-    torch.manual_seed(1000 * xr.global_ordinal() + step)
-    return torch.randint(WORDS, (BATCH, LENGTH + 1))
-
-
-def loss_of_step(what: str, model: nn.Module, step: int) -> torch.Tensor:
-    device = torch_xla.device()
     if what == "decoder":
-        return loss_of(model, tokens(step).to(device))
-    images, labels = digits(step)
-    return F.cross_entropy(model(images.to(device)), labels.to(device))
+        tokens = torch.randint(WORDS, (BATCH, LENGTH + 1))
+        return tokens[:, :-1], tokens[:, 1:]
+    images, labels = IMAGES.tensors
+    chosen = torch.randint(len(images), (BATCH,))
+    return images[chosen], labels[chosen]
 
 
 def train(index: int, what: str, steps: int, pause_s: float) -> None:
@@ -56,7 +51,8 @@ def train(index: int, what: str, steps: int, pause_s: float) -> None:
     losses: list[Any] = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = loss_of_step(what, model, step)
+        inputs, targets = (part.to(torch_xla.device()) for part in batch(what, step))
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
         loss.backward()
         xm.optimizer_step(optimizer)
         torch_xla.sync()
