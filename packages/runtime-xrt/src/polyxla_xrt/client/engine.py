@@ -190,10 +190,11 @@ class RemoteEngine(Engine):
         try:
             # This wait is longer than that of the worker for its engine, so that the reason of the worker
             # comes first.
-            self._attached.result(ATTACH_S)
+            self._attached.result(ATTACH_S + (self._resuming.wait_s if self._resuming else 0))
         except BaseException:
             # This covers Ctrl-C as well: the worker would regard an open stream as a process that drives the
             # cores. The outbox ends first, because gRPC's thread would wait for its commands for ever.
+            self._is_closing = True
             self._outbox.cut()
             self._call.cancel()
             self._channel.close()
@@ -268,19 +269,21 @@ class RemoteEngine(Engine):
     def _read(self) -> None:
         """Handle answers until the last session ends. Runs on the reader thread."""
         loss = self._read_session()
-        while loss and self._resuming and loss.code == Code.UNAVAILABLE and not self._is_closing:
+        while self._resuming and loss.code == Code.UNAVAILABLE and not self._is_closing:
             try:
                 self._resume(loss)
             except WorkerError as error:
                 loss = _Loss(error, Code.UNAVAILABLE)
                 break
             loss = self._read_session()
+        if not self._attached.done():
+            self._attached.set_exception(loss.error)
         # A process that has said goodbye must not fail because another process dies after it.
-        if loss and not self._is_closing:
+        elif not self._is_closing:
             self._lose(loss.code, loss.error)
 
-    def _read_session(self) -> _Loss | None:
-        """Handle answers until the session ends; return why, or None if it never began."""
+    def _read_session(self) -> _Loss:
+        """Handle answers until the session ends; return why."""
         error: Any = None
         try:
             for answers in self._call:
@@ -296,10 +299,8 @@ class RemoteEngine(Engine):
         if not self._attached.done():
             found = self._channel.explain(error) if error else _ended(self._channel, "it ended the session")
             # A worker that was lost since it granted the cores is gone, or does not know the job.
-            if self._resuming and error and error.code() in _GONE:
-                return _Loss(found, Code.UNAVAILABLE)
-            self._attached.set_exception(found)
-            return None
+            is_gone = error is not None and error.code() in _GONE
+            return _Loss(found, Code.UNAVAILABLE if is_gone else Code.ABORTED)
         gone = lost(self._channel, error) if error else _ended(self._channel, "it ended the session")
         return _Loss(gone, Code.UNAVAILABLE)
 
@@ -313,14 +314,16 @@ class RemoteEngine(Engine):
         assert self._journal
         since = time.monotonic()
         self._is_away, self._resumption = True, None
-        # These end the threads that send and wait: from here on, commands go to the journal only.
+        # From here on, commands go to the journal only, and no thread waits for room in the outbox.
         self._outbox.cut()
         self._call.cancel()
         self._channel.close()
-        self._journal.give_up()
-        for number in self._reading:
-            self._requests.pop(number, None)
-        self._reading.clear()
+        # A thread that had begun a snapshot has queued all of it when this lock is free.
+        with self._sending:
+            self._journal.give_up()
+            for number in self._reading:
+                self._requests.pop(number, None)
+            self._reading.clear()
         self._count_loss(loss)
         meetings, outbox = self._reattach(since + self._resuming.wait_s, loss)
         if not self._attached.done():

@@ -101,7 +101,7 @@ class Lease:
         self._address, self._environ = address, environ
         self._resuming, self._revive = resuming, revive
         self._on_wait, self._on_end = on_wait, on_end
-        self._is_closed = False
+        self._closed = threading.Event()
         self._request = _request(cores, wait_s, stall_timeout_s, pod, owner or JobOwner.current())
         if resuming:
             # The processes of the job know its key in advance, also for the next worker.
@@ -172,10 +172,10 @@ class Lease:
             except grpc.RpcError as error:
                 why = lost(self._channel, error)
                 is_gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            if self._is_closed:
+            if self._closed.is_set():
                 return
             if not (is_gone and self._resuming and self._renew(self._resuming, why)):
-                if not self._is_closed:
+                if not self._closed.is_set():
                     self._on_end(why)
                 return
 
@@ -186,7 +186,7 @@ class Lease:
         self._on_wait(f"{why.what}; waiting up to {resuming.wait_s:g} s for {' or '.join(addresses)}")
         for address in itertools.cycle(addresses):
             left = deadline - time.monotonic()
-            if left <= 0 or self._is_closed:
+            if left <= 0 or self._closed.is_set():
                 return False
             self._channel.close()
             self._channel = WorkerChannel(address, self._environ)
@@ -198,15 +198,18 @@ class Lease:
             # A ValueError means that `close` has closed the channel.
             except (PolyxlaError, ValueError) as error:
                 _log.info("no cores at %s: %s", address, error)
-                time.sleep(RETRY_S)
+                self._closed.wait(RETRY_S)
             else:
+                # `close` may have come before this call, which it could not end.
+                if self._closed.is_set():
+                    self._call.cancel()
                 return True
         raise AssertionError("a cycle does not end")
 
     def close(self) -> None:
         """Return the cores to the worker."""
         # This precedes the cancellation: `_watch` sees the call end, and must not report that as a loss.
-        self._is_closed = True
+        self._closed.set()
         with contextlib.suppress(Exception):
             # The worker regards the end of the call as the end of the job. A connection that is gone already
             # has ended it.
