@@ -124,7 +124,7 @@ class Wire:
 def _says(fault: Fault, error: str | None) -> bool:
     """Return whether an error, if there is one, says what has happened."""
     reasons = ["is gone: ", "ended the job: ", "broke: "]
-    if fault.how in (How.STOP, How.FAR) and fault.at < ATTACHED:
+    if fault.how in (How.STOP, How.FAR) and fault.at <= ATTACHED:
         reasons += [SILENT, SPEAKS_HTTP2]
     return error is None or any(reason in error for reason in reasons)
 
