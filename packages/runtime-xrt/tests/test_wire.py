@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -38,10 +38,12 @@ SPARE = 4
 """How many more threads and files than before a worker may have: its pools come and go."""
 SMALL, LARGE = 6000, 1 << 19
 """Numbers of weights. 24 KB take several frames, 2 MB several messages."""
-SAMPLE = pytest.param(range(ATTACHED, 100, 12), id="sample")
-ALL = pytest.param(range(1, 100), id="all", marks=pytest.mark.long)
-"""Numbers of messages; a training has fewer than 100."""
-SILENCES = (How.STOP, How.NEAR, How.FAR)
+END = 200
+"""More than a training's messages in one direction."""
+SAMPLE, ALL = range(ATTACHED, END, 12), range(1, END)
+"""Numbers of messages."""
+CUTS, SILENCES = (How.CUT, How.HALF, How.ONE), (How.STOP, How.NEAR, How.FAR)
+RESUME_S = 30
 MIDDLE = 12
 MARGIN_S = 0.5
 TIMEOUT_S = 60.0
@@ -75,31 +77,34 @@ class Wire:
         self.values = {size: self.train(worker.address, size)["value"] for size in (SMALL, LARGE)}
         assert None not in self.values.values()
 
-    def train(self, address: str, size: int = SMALL) -> dict[str, Any]:
+    def train(self, address: str, size: int = SMALL, resume_s: float = 0) -> dict[str, Any]:
         """Train through an address; return how it ended."""
         assert self._client.stdin
         assert self._client.stdout
-        self._client.stdin.write(f"{address} {size}\n")
+        self._client.stdin.write(f"{address} {size} {resume_s}\n")
         line = self._client.stdout.readline()
         # Its standard error has where its threads were, if it hung.
         assert line, f"the client crashed or hung: it ended with {self._client.wait(TIMEOUT_S)}"
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def problems(self, fault: Fault, size: int = SMALL) -> list[str] | None:
+    def problems(self, fault: Fault, size: int = SMALL, resume_s: float = 0) -> list[str] | None:
         """Train while the network fails; return what is wrong, or None if the training has fewer messages."""
         self.proxy.begin(fault)
-        found = self.train(self.address, size)
+        found = self.train(self.address, size, resume_s)
         if (failed_at := self.proxy.failed_at) is None:
             return None
-        limit_s = CUT_S
+        limit_s = CUT_S * fault.times
         # A client that gets a reset while it asks for cores may wait until the worker frees them.
         if fault.how in (How.STOP, How.FAR) or (fault.how is How.NEAR and fault.at < ATTACHED):
             limit_s += self.silence_s + (0 if fault.at >= ATTACHED else REPLACED_S)
         left = self.worker.wait_until(lambda status: not status["job"], CUT_S + self.silence_s + SOON_S)
         self.ended_s = found["at"] - failed_at
+        # A job that has not begun has nothing to go on with.
+        may_fail = not resume_s or fault.at < ATTACHED
         checks = {
-            f"the value is {found['value']}": found["value"] in (None, self.values[size]),
+            f"the value is {found['value']}": found["value"] == self.values[size]
+            or (may_fail and found["value"] is None),
             f"{found['kind']} is not typed: {found['error']}": found["is_typed"],
             # The cores of the training before must be free.
             f"another job holds the cores: {found['error']}": found["kind"] != "WorkerHeldError",
@@ -147,22 +152,22 @@ def impatient_wire(share_worker: Callable[..., Any]) -> Iterator[Wire]:
         yield wire
 
 
-def check_all(wire: Wire, how: How, direction: Direction, numbers: range, size: int = SMALL) -> list[float]:
-    """Let the network fail at messages of a training with these numbers.
+def check_all(wire: Wire, faults: Iterable[Fault], size: int = SMALL, resume_s: float = 0) -> list[float]:
+    """Train with one failure of the network after another.
 
     Returns:
         The times from the failures to the ends of the trainings, in seconds.
     """
     (threads, files), problems = wire.worker.resources, list[str]()
     ended_s: list[float] = []
-    for number in numbers:
-        found = wire.problems(Fault(direction, number, how), size)
+    for fault in faults:
+        found = wire.problems(fault, size, resume_s)
         if found is None:
             break
         problems += found
         ended_s.append(wire.ended_s)
     else:
-        raise AssertionError(f"a training has more than {numbers[-1]} messages")
+        raise AssertionError(f"a training has more than {fault.at} messages")
     assert problems == []
     assert ended_s
     assert "Traceback" not in wire.worker.log
@@ -173,17 +178,34 @@ def check_all(wire: Wire, how: How, direction: Direction, numbers: range, size: 
     return ended_s
 
 
-@pytest.mark.parametrize("numbers", [SAMPLE, ALL])
-@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(
-    ("how", "size"), [(How.CUT, SMALL), (How.HALF, SMALL), (How.ONE, SMALL), (How.HALF, LARGE)]
+    "numbers", [pytest.param(SAMPLE, id="sample"), pytest.param(ALL, id="all", marks=pytest.mark.long)]
 )
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(("how", "size"), [*((how, SMALL) for how in CUTS), (How.HALF, LARGE)])
 @pytest.mark.timeout(600)
 def test_connections_are_cut_at_a_message(
-    wire: Wire, how: How, size: int, direction: Direction, numbers: range
+    wire: Wire, how: How, size: int, direction: Direction, numbers: Iterable[int]
 ) -> None:
-    ended_s = check_all(wire, how, direction, numbers, size)
+    ended_s = check_all(wire, (Fault(direction, number, how) for number in numbers), size)
     assert median(ended_s) < NOTICED_S
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("how", "size", "numbers"),
+    [
+        pytest.param(How.HALF, LARGE, SAMPLE[::2], id="sample"),
+        *(pytest.param(how, SMALL, ALL, id=how.value, marks=pytest.mark.long) for how in CUTS),
+        pytest.param(How.HALF, LARGE, ALL, id="large", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_a_job_outlives_three_cuts(
+    wire: Wire, how: How, size: int, direction: Direction, numbers: Iterable[int]
+) -> None:
+    """The second and the third may come while the session that the first one ended begins anew."""
+    check_all(wire, (Fault(direction, number, how, times=3) for number in numbers), size, RESUME_S)
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -191,21 +213,44 @@ def test_connections_are_cut_at_a_message(
     ("how", "numbers"),
     [
         # The grant is lost, and only the client knows that its connection is gone.
-        pytest.param(How.NEAR, range(2, 101, 98), id="near-sample"),
-        *(pytest.param(how, range(1, 100), id=how.value, marks=pytest.mark.long) for how in SILENCES),
+        pytest.param(How.NEAR, (2, END), id="near-sample"),
+        *(pytest.param(how, ALL, id=how.value, marks=pytest.mark.long) for how in SILENCES),
     ],
 )
 @pytest.mark.timeout(900)
 def test_the_network_falls_silent_at_a_message(
-    impatient_wire: Wire, how: How, direction: Direction, numbers: range
+    impatient_wire: Wire, how: How, direction: Direction, numbers: Iterable[int]
 ) -> None:
-    check_all(impatient_wire, how, direction, numbers)
+    check_all(impatient_wire, (Fault(direction, number, how) for number in numbers))
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("how", "numbers"),
+    [
+        pytest.param(How.NEAR, (MIDDLE, END), id="near-sample"),
+        *(pytest.param(how, ALL, id=how.value, marks=pytest.mark.long) for how in SILENCES),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_a_job_outlives_a_silence(
+    impatient_wire: Wire, how: How, direction: Direction, numbers: Iterable[int]
+) -> None:
+    stop_s = SILENCE_S + 1 if how is How.STOP else None
+    check_all(
+        impatient_wire, (Fault(direction, number, how, stop_s) for number in numbers), resume_s=RESUME_S
+    )
 
 
 @pytest.mark.parametrize(
-    "network", ["impatient_wire", pytest.param("wire", marks=pytest.mark.long)], indirect=True
+    ("network", "direction"),
+    [
+        ("impatient_wire", Direction.TO_CLIENT),
+        pytest.param("impatient_wire", Direction.TO_SERVER, marks=pytest.mark.long),
+        *(pytest.param("wire", direction, marks=pytest.mark.long) for direction in Direction),
+    ],
+    indirect=["network"],
 )
-@pytest.mark.parametrize("direction", Direction)
 def test_a_short_stop_goes_unnoticed_and_a_long_one_ends_the_job(network: Wire, direction: Direction) -> None:
     short_s = network.silence_s - network.ping_s - MARGIN_S
     network.proxy.begin(Fault(direction, MIDDLE, How.STOP, short_s))

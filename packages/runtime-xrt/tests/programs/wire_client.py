@@ -1,4 +1,4 @@
-"""A process that trains on a core of a worker once for each line of its input, ``ADDRESS SIZE``.
+"""A process that trains on a core of a worker once for each line of its input, ``ADDRESS SIZE RESUME_S``.
 
 Each line of its output says how a training ended: with a value, or with an error, and when.
 """
@@ -24,9 +24,11 @@ from polyxla.plugin import snapshot
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_xrt import env
 from polyxla_xrt.client.engine import MAX_IN_FLIGHT, RemoteEngine
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config.assignment import Assignment
+from polyxla_xrt.config.resuming import read_resuming
 from polyxla_xrt.errors import WorkerError
 
 TIMEOUT_S = 60
@@ -36,6 +38,8 @@ LEAVE_S = 5
 """How long the threads of a closed connection may take to end, in seconds."""
 CALLS = 2 * MAX_IN_FLIGHT + 1
 STEPS = 10
+EVERY = 3
+"""Steps between two snapshots of a training that goes on after a loss."""
 SCALAR = ArrayType("float32", ())
 STEP = """HloModule step, input_output_alias={ {0}: (0, {}, must-alias) }
 add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
@@ -54,14 +58,19 @@ class Training:
     Args:
         address: the worker's address.
         size: number of weights.
+        resume_s: longest wait for a worker after a loss, in seconds; 0 if the loss ends the training.
         ends: closes the lease and the engine.
 
     Attributes:
         lost: what `RemoteEngine` said to `on_lost`.
     """
 
-    def __init__(self, address: str, size: int, ends: ExitStack) -> None:
+    def __init__(self, address: str, size: int, resume_s: float, ends: ExitStack) -> None:
         self.lost: list[str] = []
+        self._environ = snapshot()
+        if resume_s:
+            given = {env.POLYXLA_XRT_RESUME: str(resume_s), env.POLYXLA_XRT_SNAPSHOT_EVERY: str(EVERY)}
+            self._environ = self._environ | given
         self._address, self._size, self._ends = address, size, ends
         text = STEP.replace("SIZE", str(size))
         self._module: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
@@ -71,9 +80,10 @@ class Training:
 
     def run(self) -> str:
         """Train; return a digest of every loss, of the weights, and of the weights amid the training."""
-        lease = self._ends.enter_context(closing(Lease(self._address, 1, snapshot())))
+        resuming = read_resuming(self._environ)
+        lease = self._ends.enter_context(closing(Lease(self._address, 1, self._environ, resuming=resuming)))
         assignment = Assignment(self._address, lease.job, (0,), "TPU", 0, 1, 0, 1)
-        engine = RemoteEngine(assignment, snapshot(), lambda error, _: self.lost.append(str(error)))
+        engine = RemoteEngine(assignment, self._environ, lambda error, _: self.lost.append(str(error)))
         self._engine = self._ends.enter_context(closing(engine))
         (device,) = engine.devices
         digest = hashlib.sha256()
@@ -128,11 +138,11 @@ def scalar(number: float) -> memoryview:
     return memoryview(struct.pack("<f", number))
 
 
-def outcome(address: str, size: int) -> dict[str, Any]:
+def outcome(address: str, size: int, resume_s: float) -> dict[str, Any]:
     threads = set(threading.enumerate())
     found: dict[str, Any] = {"value": None, "error": None, "kind": None, "is_typed": True, "after": []}
     with ExitStack() as ends:
-        training = Training(address, size, ends)
+        training = Training(address, size, resume_s, ends)
         try:
             found["value"] = training.run()
             found["at"] = time.monotonic()
@@ -157,8 +167,8 @@ def main() -> None:
     for line in sys.stdin:
         # A training that hangs prints where each of its threads is, and ends the process.
         faulthandler.dump_traceback_later(HANG_S, exit=True)
-        address, size = line.split()
-        print(json.dumps(outcome(address, int(size))), flush=True)
+        address, size, resume_s = line.split()
+        print(json.dumps(outcome(address, int(size), float(resume_s))), flush=True)
         faulthandler.cancel_dump_traceback_later()
 
 

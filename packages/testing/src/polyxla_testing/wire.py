@@ -54,12 +54,19 @@ class Fault:
         at: number of the message, from 1.
         how: what happens.
         seconds: when a stop ends, in seconds; None for a stop for good.
+        times: how many times the network fails: also at twice the number, and so on.
     """
 
     direction: Direction
     at: int
     how: How
     seconds: float | None = None
+    times: int = 1
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the messages at which the network fails."""
+        return range(self.at, self.at * self.times + 1, self.at)
 
 
 class WireProxy:
@@ -82,7 +89,7 @@ class WireProxy:
         self._delay_s = delay_s
         self._sizes = itertools.cycle(pieces) if pieces else None
         self._fault: Fault | None = None
-        self._failed = Future[float]()
+        self._failed_at: float | None = None
         self._goes_on: asyncio.TimerHandle | None = None
         self._counts = dict.fromkeys(Direction, 0)
         # The ends of the connections, each with where it sends, and those that send nothing any more.
@@ -95,12 +102,12 @@ class WireProxy:
         self.address = started.result(WAIT_S)
 
     def begin(self, fault: Fault | None = None) -> None:
-        """End all connections and whatever has failed; count from zero, and fail once as `fault` says."""
+        """End all connections and whatever has failed; count from zero, and fail as `fault` says."""
 
         async def begin() -> None:
             if self._goes_on:
                 self._goes_on.cancel()
-            self._fault, self._failed = fault, Future()
+            self._fault, self._failed_at = fault, None
             self._counts = dict.fromkeys(Direction, 0)
             self._reset()
             self._flows.set()
@@ -113,8 +120,8 @@ class WireProxy:
 
     @property
     def failed_at(self) -> float | None:
-        """When the network failed, on `time.monotonic`'s clock; None while it has not."""
-        return self._failed.result() if self._failed.done() else None
+        """When the network last failed, on `time.monotonic`'s clock; None while it has not."""
+        return self._failed_at
 
     def close(self) -> None:
         """Close all connections and the port."""
@@ -187,8 +194,8 @@ class WireProxy:
         await self._flows.wait()
         if is_message and self._is_open(writer):
             self._counts[direction] += 1
-            fault = self._fault
-            if fault and fault.direction is direction and fault.at == self._counts[direction]:
+            fault, number = self._fault, self._counts[direction]
+            if fault and fault.direction is direction and number in fault.numbers:
                 await self._fail(fault, writer, frame)
             await asyncio.sleep(self._delay_s)
         await self._send(writer, frame)
@@ -196,7 +203,7 @@ class WireProxy:
     async def _fail(self, fault: Fault, writer: asyncio.StreamWriter, frame: bytes) -> None:
         if fault.how is How.HALF:
             await self._send(writer, frame[: len(frame) // 2])
-        self._failed.set_result(time.monotonic())
+        self._failed_at = time.monotonic()
         if fault.how is How.STOP:
             self._flows.clear()
             if fault.seconds is not None:

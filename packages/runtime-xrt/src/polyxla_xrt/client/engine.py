@@ -281,6 +281,13 @@ class RemoteEngine(Engine):
         # A process that has said goodbye must not fail because another process dies after it.
         elif not self._is_closing:
             self._lose(loss.code, loss.error)
+        self._cut()
+
+    def _cut(self) -> None:
+        """End the threads of gRPC that take commands, also of a session that only begins."""
+        self._outbox.cut()
+        if self._resumption:
+            self._resumption.outbox.cut()
 
     def _read_session(self) -> _Loss:
         """Handle answers until the session ends; return why."""
@@ -313,9 +320,10 @@ class RemoteEngine(Engine):
         assert self._resuming
         assert self._journal
         since = time.monotonic()
-        self._is_away, self._resumption = True, None
+        self._is_away = True
         # From here on, commands go to the journal only, and no thread waits for room in the outbox.
-        self._outbox.cut()
+        self._cut()
+        self._resumption = None
         self._call.cancel()
         self._channel.close()
         # A thread that had begun a snapshot has queued all of it when this lock is free.
