@@ -41,15 +41,18 @@ class Run:
         reader.start()
         limit = threading.Timer(LIMIT_S, job.kill)
         limit.start()
-        for line in job.stdout:
-            what, number, *more = line.split(" ", 2)
-            if what == "step":
-                on_step(int(number))
-            else:
-                self.found[int(number)] = json.loads(more[0])
-        code = job.wait()
-        limit.cancel()
-        reader.join()
+        try:
+            for line in job.stdout:
+                what, number, *more = line.split(" ", 2)
+                if what == "step":
+                    on_step(int(number))
+                else:
+                    self.found[int(number)] = json.loads(more[0])
+            code = job.wait()
+        finally:
+            limit.cancel()
+            limit.join()
+            reader.join()
         assert code == 0, "".join(self.err)
 
     @property
@@ -111,6 +114,7 @@ class Losses:
     def __init__(self, worker: Served, chance: random.Random) -> None:
         self.count = 0
         self._worker, self._chance = worker, chance
+        self._went_on = threading.Event()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
@@ -123,9 +127,17 @@ class Losses:
             if self._chance.random() < 0.25:
                 self._is_over.wait(0.3 + self._chance.random())
                 kill(self._worker)
+            # A job that is lost five times at one place gives up, and a busy machine takes long for a step.
+            self._went_on.clear()
+            self._went_on.wait(LIMIT_S)
+
+    def go_on(self, _: int) -> None:
+        """Note that the job has done a step."""
+        self._went_on.set()
 
     def end(self) -> None:
         self._is_over.set()
+        self._went_on.set()
         self._thread.join()
 
 
@@ -140,7 +152,9 @@ def test_no_moment_of_a_loss_changes_a_bit(
     whole = train(worker.address, what, cores, steps=LONG_STEPS)
     losses = Losses(worker, random.Random(f"{what} {cores}"))
     try:
-        killed = train(worker.address, what, cores, steps=LONG_STEPS, pause_s=PAUSE_S, **RESUMES)
+        killed = train(
+            worker.address, what, cores, losses.go_on, steps=LONG_STEPS, pause_s=PAUSE_S, **RESUMES
+        )
     finally:
         losses.end()
     assert killed.found == whole.found
