@@ -43,7 +43,9 @@ END = 200
 SAMPLE, ALL = range(ATTACHED, END, 12), range(1, END)
 """Numbers of messages."""
 CUTS, SILENCES = (How.CUT, How.HALF, How.ONE), (How.STOP, How.NEAR, How.FAR)
-RESUME_S = 30
+OUTAGE_S = 60
+RESUME_S, SHORT_S = 30, 2
+"""Longest waits for a worker after a loss, in seconds."""
 MIDDLE = 12
 MARGIN_S = 0.5
 TIMEOUT_S = 60.0
@@ -94,7 +96,7 @@ class Wire:
         found = self.train(self.address, size, resume_s)
         if (failed_at := self.proxy.failed_at) is None:
             return None
-        limit_s = CUT_S * fault.times
+        limit_s = CUT_S * fault.times + (fault.seconds or 0)
         # A client that gets a reset while it asks for cores may wait until the worker frees them.
         if fault.how in (How.STOP, How.FAR) or (fault.how is How.NEAR and fault.at < ATTACHED):
             limit_s += self.silence_s + (0 if fault.at >= ATTACHED else REPLACED_S)
@@ -240,6 +242,25 @@ def test_a_job_outlives_a_silence(
     check_all(
         impatient_wire, (Fault(direction, number, how, stop_s) for number in numbers), resume_s=RESUME_S
     )
+
+
+@pytest.mark.long
+def test_a_job_outlives_a_minute_without_a_network(wire: Wire) -> None:
+    fault = Fault(Direction.TO_SERVER, MIDDLE, How.STOP, OUTAGE_S)
+    assert wire.problems(fault, resume_s=OUTAGE_S + RESUME_S) == []
+    assert OUTAGE_S < wire.ended_s < OUTAGE_S + CUT_S
+
+
+def test_a_job_whose_network_stays_away_gives_up_in_time(impatient_wire: Wire) -> None:
+    impatient_wire.proxy.begin(Fault(Direction.TO_SERVER, MIDDLE, How.STOP))
+    found = impatient_wire.train(impatient_wire.address, resume_s=SHORT_S)
+    assert f"no worker has taken the job again within {SHORT_S} s: " in found["error"]
+    assert impatient_wire.address in found["error"]
+    assert (found["kind"], found["lost"]) == ("PjrtError", [found["error"]])
+    assert (found["after"], found["threads"]) == ([], [])
+    assert impatient_wire.proxy.failed_at
+    assert found["at"] - impatient_wire.proxy.failed_at < SILENCE_S + SHORT_S + CUT_S
+    impatient_wire.worker.wait_until_free()
 
 
 @pytest.mark.parametrize(

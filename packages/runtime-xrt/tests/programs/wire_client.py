@@ -31,9 +31,9 @@ from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.resuming import read_resuming
 from polyxla_xrt.errors import WorkerError
 
-TIMEOUT_S = 60
+TIMEOUT_S = 100
 """Longest wait for a value, in seconds: more than any silence that a process endures."""
-HANG_S = 90
+HANG_S = 130
 LEAVE_S = 5
 """How long the threads of a closed connection may take to end, in seconds."""
 CALLS = 2 * MAX_IN_FLIGHT + 1
@@ -107,7 +107,7 @@ class Training:
 
     def untyped(self) -> list[str]:
         """Call everything after a loss, often; return what did not raise the error of the loss."""
-        if (engine := self._engine) is None:
+        if (engine := self._engine) is None or not self.lost:
             return []
         (device,) = engine.devices
         calls: dict[str, Callable[[], Any]] = {
