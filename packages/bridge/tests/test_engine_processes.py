@@ -81,6 +81,12 @@ def test_a_long_compile_is_waited_for(said: Said) -> None:
     assert said("long_compile", replicas=2, processes=2) == [["1 2.0"], ["0 2.0"]]
 
 
+@pytest.mark.long
+def test_a_replica_may_be_late_at_the_first_collective(said: Said) -> None:
+    """Longer than gloo waits for those that it is to connect."""
+    assert said("late_replica", "33", replicas=2, processes=2) == [["2.0"], ["2.0"]]
+
+
 @pytest.mark.parametrize("platforms", ["tpu", "cuda,cpu", ""])
 def test_jax_settings_of_the_user_are_ignored(said: Said, platforms: str) -> None:
     """And jax starts no backend, which would take threads, or the accelerator."""

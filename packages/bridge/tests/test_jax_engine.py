@@ -7,6 +7,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.programs import compile_once
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 TIMEOUT_S = 60
@@ -177,3 +179,61 @@ def test_an_xla_flag_of_the_user_takes_precedence(engine: JaxEngine) -> None:
     hlos = [compiled(each, lambda a: a @ a, example).optimized_hlo for each in (engine, other)]
     assert [b"ynn" in code for code in hlos] == [False, True]
     other.close()
+
+
+@pytest.fixture
+def three() -> Iterator[JaxEngine]:
+    engine = JaxEngine(BridgeSettings(3, 1, 0, f"127.0.0.1:{free_port()}", secret="of one job"))
+    yield engine
+    engine.close()
+
+
+def test_a_replica_waits_until_all_of_its_group_have_arrived(three: JaxEngine) -> None:
+    """And believes no stranger that another has."""
+    coordinator, link, group = three._coordinator, three._clients.link, frozenset((0, 2))
+    assert coordinator is not None
+    assert link is not None
+    coordinator.arrive(group, 0)
+    coordinator.arrive(frozenset((1, 2)), 2)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(coordinator.await_arrivals, group)
+        place = compile_once._place(group)
+        link.key_value_set_bytes(f"{place}2", b"{}", allow_overwrite=True)
+        with pytest.raises(TimeoutError):
+            waits.result(0.5)
+        coordinator.arrive(group, 2)
+        waits.result(TIMEOUT_S)
+
+
+def pairs(*groups: str) -> bytes:
+    """Return a program that sums a number over one group after the other."""
+    lines = (
+        f"x{number + 1} = f32[] all-reduce(x{number}), replica_groups={{{group}}}, to_apply=add"
+        for number, group in enumerate(groups)
+    )
+    text = f"""HloModule pairs, replica_count=3
+    add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
+    ENTRY main {{ x0 = f32[] parameter(0)
+      {" ".join(lines)}
+      ROOT y = f32[] negate(x{len(groups)}) }}"""
+    data: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    return data
+
+
+def test_a_group_that_a_replica_meets_later_in_a_program_is_not_waited_for_before(three: JaxEngine) -> None:
+    """Replica 2 joins it only after replica 0, which first meets replica 1."""
+    options = xla_client.CompileOptions().SerializeAsString()
+    of_01, of_12, of_02 = "{0,1},{2}", "{1,2},{0}", "{0,2},{1}"
+    programs = {
+        0: [pairs(of_01), pairs(of_02)],
+        1: [pairs(of_01, of_12)],
+        2: [pairs(of_02), pairs(of_12)],
+    }
+    results = []
+    for index, device in enumerate(three.devices):
+        for module in programs[index]:
+            data = np.array([1], np.float32).view(np.uint8).data
+            argument = three.from_host(device, ArrayType("float32", ()), data)
+            results += three.execute(three.compile(module, options), device, [argument])
+    hosts = [three.to_host(result).result(TIMEOUT_S) for result in results]
+    assert [np.frombuffer(host, np.float32)[0] for host in hosts] == [-2, -2, -3, -2, -3]

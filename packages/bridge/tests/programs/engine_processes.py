@@ -129,6 +129,15 @@ def long_compile() -> None:
     engine.close()
 
 
+def late_replica(seconds: str) -> None:
+    engine = JaxEngine(SETTINGS)
+    executable = engine.compile(summing(), OPTIONS)
+    if SETTINGS.process == 1:
+        time.sleep(float(seconds))
+    say(value(run(engine, executable, SETTINGS.process, 1)))
+    engine.close()
+
+
 def backends_of_jax() -> None:
     engine = JaxEngine(SETTINGS)
     executable = engine.compile(PROGRAMS["of_0"], OPTIONS)

@@ -33,7 +33,7 @@ from polyxla_bridge.engine.profile import Profile
 from polyxla_bridge.engine.stall_watchdog import OwnProgress
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError, keep_first
-from polyxla_bridge.programs.agreement import Agreement
+from polyxla_bridge.programs.agreement import Agreement, Program
 from polyxla_bridge.programs.compile_once import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.transfers import Transfers
@@ -62,10 +62,12 @@ class JaxEngine(LocalEngine):
         )
         self._moving: dict[Future[Any], tuple[int, str, str, float]] = {}
         self._agreement: Agreement | None = None
+        self._met: dict[int, set[frozenset[int]]] = {index: set() for index in self._threads}
         coordinator: CompileCoordinator | None = None
         if settings.replicas > 1:
             self._agreement = Agreement(self._clients.link, settings)
             coordinator = CompileCoordinator(self._clients.link, settings.process, settings.secret)
+        self._coordinator = coordinator
         self._progress = coordinator or OwnProgress()
         self._compiler = Compiler(settings, self._clients, coordinator, on_lookup)
         if coordinator is not None:
@@ -107,9 +109,10 @@ class JaxEngine(LocalEngine):
     def _compute(self, executable: Executable, index: int, arguments: list[Any]) -> list[Any]:
         native, account = executable.native, self._accounts[index]
         loaded = native["program"].on(index)
-        if self._agreement is not None:
-            self._agree(self._agreement, executable, index)
+        meets = self._agree(self._agreement, executable, index) if self._agreement is not None else None
         self._threads[index].enter(executable.name, native["collectives"], native["groups"])
+        if meets is not None and self._coordinator is not None:
+            self._gather(self._coordinator, meets, index)
         own = native["memory"].own
         account.reserve(own, f"program {executable.name}")
         try:
@@ -127,9 +130,21 @@ class JaxEngine(LocalEngine):
         account.add(arrays, reserved=own)
         return arrays
 
-    def _agree(self, agreement: Agreement, executable: Executable, index: int) -> None:
+    def _gather(self, coordinator: CompileCoordinator, meets: Program, index: int) -> None:
+        """Wait for the replicas that this one meets for the first time: gloo waits for 30 s only."""
+        new = [group for group in meets.groups if group not in self._met[index]]
+        for group in new:
+            coordinator.arrive(group, index)
+        # The replicas of a group may have different programs. Then another may be on its way to a later group
+        # only after this one has met the first.
+        for group in new:
+            if not meets.is_divided or group == meets.groups[0]:
+                coordinator.await_arrivals(group)
+        self._met[index].update(new)
+
+    def _agree(self, agreement: Agreement, executable: Executable, index: int) -> Program:
         try:
-            agreement.meet(executable, index)
+            return agreement.meet(executable, index)
         except PjrtError as error:
             # The others wait in the collective that this replica does not join.
             stall_watchdog.report(self, f"polyxla: {error.message}")

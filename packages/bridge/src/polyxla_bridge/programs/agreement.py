@@ -83,11 +83,13 @@ class Program:
     Attributes:
         channels: by the groups that it meets.
         runs: the channels' numbers in the program's order, each with its number of collectives in a row.
+        groups: the groups that it meets, in the program's order.
         is_divided: whether it meets only some of the replicas.
     """
 
     channels: tuple[Channel, ...]
     runs: tuple[tuple[int, int], ...]
+    groups: tuple[frozenset[int], ...]
     is_divided: bool
 
 
@@ -180,10 +182,13 @@ class Agreement:
         runs = [(numbers[group], len(list(row))) for group, row in itertools.groupby(order)]
         # All devices of a partitioned program run the same code, so they meet their groups in the same order.
         is_whole = executable.num_partitions > 1 or all(len(group) == self._replicas for group in found)
-        return Program(tuple(channels), tuple(runs), not is_whole)
+        return Program(tuple(channels), tuple(runs), tuple(found), not is_whole)
 
-    def meet(self, executable: Executable, replica: int) -> None:
+    def meet(self, executable: Executable, replica: int) -> Program:
         """Compare a program's collectives with those of the others before the replica joins them.
+
+        Returns:
+            What the replica does in the program.
 
         Raises:
             PjrtError: another replica does something else in its turn, or waits in another group.
@@ -195,7 +200,7 @@ class Agreement:
             self._describe(replica, known[replica].channels)
         program = known[replica]
         if not program.channels:
-            return
+            return program
         starts = self._write(program, replica)
         # The lock is a memory barrier: without it, the processor could do the reads below before the writes
         # above, and two replicas that come at the same time would both miss the other.
@@ -205,6 +210,7 @@ class Agreement:
             self._compare(channel, replica, start)
         if self._words[_DIVIDED]:
             self._look_for_circle(replica)
+        return program
 
     def _write(self, program: Program, replica: int) -> list[int | None]:
         """Write a program on the board; return the number of the first collective of each channel."""

@@ -27,6 +27,7 @@ HEARTBEAT_TIMEOUT_S = 30.0
 _POLL_S = 1.0
 _HEARTBEATS = "polyxla/heartbeats/"
 _RETIRED = "polyxla/retired/"
+_ARRIVED = "polyxla/arrived/"
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,22 @@ class CompileCoordinator:
     def retired(self) -> frozenset[int]:
         """Return the replicas that will run no more programs."""
         return frozenset(map(int, self._read_all(_RETIRED)))
+
+    def arrive(self, group: frozenset[int], replica: int) -> None:
+        """Publish that a replica is about to meet a group of replicas for the first time."""
+        self._set(f"{_place(group)}{replica}", b"{}")
+
+    def await_arrivals(self, group: frozenset[int]) -> None:
+        """Wait until every replica of a group has arrived; the stall watchdog limits the wait."""
+        place = _place(group)
+        for replica in sorted(group - set(map(int, self._read_all(place)))):
+            while self._wait_for(f"{place}{replica}", _POLL_S) is None:
+                pass
+
+
+def _place(group: frozenset[int]) -> str:
+    members = ",".join(map(str, sorted(group)))
+    return f"{_ARRIVED}{hashlib.sha256(members.encode()).hexdigest()}/"
 
 
 def _key(fingerprint: str, name: str) -> str:
