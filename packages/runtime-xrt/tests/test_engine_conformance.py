@@ -10,12 +10,16 @@ import pytest
 
 from polyxla.plugin import snapshot
 from polyxla_testing.engine_conformance import EngineConformance, OpenEngine
-from polyxla_testing.wire import WireProxy
+from polyxla_testing.wire import Direction, Fault, How, WireProxy
+from polyxla_xrt import env
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config.assignment import Assignment
+from polyxla_xrt.config.resuming import read_resuming
 
 TIMEOUT_S = 60.0
+ATTACHED = 3
+"""Number of the first message to a client that belongs to its session: status, lease, attachment."""
 DELAY_S = 0.003
 """How long the proxy holds up every message, in seconds."""
 PIECES = (1, 3, 8, 1021, 9, 17, 16_381)
@@ -51,15 +55,19 @@ def proxies(workers: Callable[[int], Any]) -> Iterator[Callable[[int], WireProxy
 
 
 @contextmanager
-def opening(workers: Callable[[int], Any], address_of: Callable[[int], str]) -> Iterator[OpenEngine]:
+def opening(
+    workers: Callable[[int], Any], address_of: Callable[[int], str], **variables: str
+) -> Iterator[OpenEngine]:
+    environ = snapshot() | variables
     with ExitStack() as stack:
 
         def open_engine(count: int) -> RemoteEngine:
-            address = address_of(count)
+            address, resuming = address_of(count), read_resuming(environ)
             stack.callback(workers(count).wait_until_free)
-            lease = stack.enter_context(closing(Lease(address, count, snapshot(), wait_s=TIMEOUT_S)))
+            lease = Lease(address, count, environ, wait_s=TIMEOUT_S, resuming=resuming)
+            stack.enter_context(closing(lease))
             assignment = Assignment(address, lease.job, tuple(range(count)), "TPU", 0, count, 0, 1)
-            return stack.enter_context(closing(RemoteEngine(assignment, snapshot())))
+            return stack.enter_context(closing(RemoteEngine(assignment, environ)))
 
         yield open_engine
 
@@ -81,4 +89,22 @@ class TestConformanceThroughAProxy(EngineConformance):
         self, workers: Callable[[int], Any], proxies: Callable[[int], WireProxy]
     ) -> Iterator[OpenEngine]:
         with opening(workers, lambda count: proxies(count).address) as open_engine:
+            yield open_engine
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("at", range(ATTACHED, ATTACHED + 4))
+class TestConformanceThroughLosses(EngineConformance):
+    """Every engine passes these tests; this one loses its worker amid them, and goes on."""
+
+    @pytest.fixture
+    def open_engine(
+        self, workers: Callable[[int], Any], proxies: Callable[[int], WireProxy], at: int
+    ) -> Iterator[OpenEngine]:
+        def address_of(count: int) -> str:
+            proxies(count).begin(Fault(Direction.TO_CLIENT, at, How.CUT, times=3))
+            return proxies(count).address
+
+        given = {env.POLYXLA_XRT_RESUME: f"{TIMEOUT_S}", env.POLYXLA_XRT_SNAPSHOT_EVERY: "2"}
+        with opening(workers, address_of, **given) as open_engine:
             yield open_engine

@@ -124,8 +124,12 @@ class Journal:
             self._meetings += 1
 
     def wait_before_meeting(self) -> None:
-        """Wait until the last snapshot is whole or given up, if the next one follows the next meeting."""
-        pending = self._pending
+        """Wait until the last snapshot is whole or given up, if the next one follows the next meeting.
+
+        A process that drives the whole job does not wait: its snapshot may need this very program, in which
+        its cores meet each other.
+        """
+        pending = None if self._is_alone else self._pending
         if pending is not None and (self._meetings + 1) % self._every == 0:
             pending.done.result()
 
