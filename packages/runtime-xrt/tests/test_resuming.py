@@ -315,6 +315,17 @@ def test_a_program_that_ends_each_worker_is_not_sent_forever() -> None:
     assert sessions == MAX_FRUITLESS
 
 
+def test_a_program_that_changes_its_results_is_refused(
+    worker: Any, connect: Callable[..., RemoteEngine]
+) -> None:
+    text = """HloModule noise
+        ENTRY main { a = f32[] constant(0) b = f32[] constant(1)
+          ROOT r = f32[4] rng(a, b), distribution=rng_uniform }"""
+    refused = "noise has rng, whose results depend on what the worker did before: .* from a seed, or unset"
+    with pytest.raises(PjrtError, match=refused):
+        compiled(connect(worker.address), text)
+
+
 def test_a_key_that_is_none_is_refused(worker: Any) -> None:
     channel = grpc.insecure_channel(worker.address)
     from polyxla_xrt.proto import worker_pb2_grpc

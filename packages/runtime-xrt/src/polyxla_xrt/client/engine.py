@@ -61,6 +61,8 @@ MAX_RELEASES = 1024
 GOODBYE_S = 5.0
 """Longest wait for the end of the session, in seconds."""
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND)
+CHANGING = {"infeed", "outfeed", "rng", "rng-get-and-update-state"}
+"""Instructions whose results are not those of their operands. torch_xla's random numbers have a seed."""
 MAX_FRUITLESS = 5
 """Number of times that sessions may be lost at one place; then what they run is taken for the cause."""
 _Commands: TypeAlias = Iterable[Sized]
@@ -519,7 +521,14 @@ class RemoteEngine(Engine):
         return answer.result()
 
     def compile(self, hlo_module: bytes, options: bytes) -> Executable:
-        """Compile on the worker, which does so once for all replicas."""
+        """Compile on the worker, which does so once for all replicas.
+
+        Raises:
+            PjrtError: it does not compile; or the job can go on after the loss of its worker, and the program
+                gives other results each time.
+        """
+        if self._journal:
+            _refuse_changing(hlo_module)
 
         def compilation(number: int) -> _Commands:
             messages = [
@@ -797,6 +806,18 @@ class RemoteEngine(Engine):
         # A thread inside gRPC while Python finalizes would crash the process.
         self._reader.join(GOODBYE_S)
         self._on_close()
+
+
+def _refuse_changing(hlo_module: bytes) -> None:
+    """Refuse a program that gives other results each time: a job cannot compute it again."""
+    found = {instruction.opcode for instruction in hlo.instructions(hlo_module)} & CHANGING
+    if found:
+        raise PjrtError(
+            Code.FAILED_PRECONDITION,
+            f"{hlo.module_name(hlo_module)} has {', '.join(sorted(found))}, whose results depend on what the "
+            "worker did before: they would change when the job goes on after the loss of the worker. Draw "
+            f"random numbers from a seed, or unset {env.POLYXLA_XRT_RESUME}.",
+        )
 
 
 def _uploads(number: int, type_: ArrayType, core: int, data: memoryview) -> Iterator[Sized]:
