@@ -336,18 +336,24 @@ def measure_step() -> None:
 
 
 def measure_resume() -> None:
-    """Compare a job that can go on after the loss of its worker with one that cannot; each has a worker."""
-    resumes = {"POLYXLA_XRT_RESUME": "60"}
-    for model in ("convnet", "block"):
-        with (
-            worker(1) as (first, _),
-            worker(1) as (second, _),
-            contest(
-                partial(Contestant, replicas.native, model, BATCH, 1, node(first, 1) | resumes),
-                partial(Contestant, replicas.native, model, BATCH, 1, node(second, 1)),
-            ) as (ours, plain),
-        ):
-            row(f"resume: {model} / without", ours, plain, ours.beside(plain), at_least=0.95)
+    """Compare a job that can go on after the loss of its worker with one that cannot."""
+    row("resume: convnet / without", *_with_and_without("convnet"), at_least=0.95)
+    row("resume: block / without", *_with_and_without("block"), at_least=0.95)
+
+
+def _with_and_without(model: str) -> tuple[Contestant, Contestant, float]:
+    # Each has a worker of its own, because one serves one job at a time.
+    with (
+        worker(1) as (first, _),
+        worker(1) as (second, _),
+        contest(
+            partial(
+                Contestant, replicas.native, model, BATCH, 1, node(first, 1) | {"POLYXLA_XRT_RESUME": "60"}
+            ),
+            partial(Contestant, replicas.native, model, BATCH, 1, node(second, 1)),
+        ) as (ours, plain),
+    ):
+        return ours, plain, ours.beside(plain)
 
 
 def measure_start() -> None:
