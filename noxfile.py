@@ -91,6 +91,7 @@ SCORECARDS = {
     "checkpoint": ("torchtpu", "torch"),
     "pipelining": ("torchtpu", "torch"),
     "accelerate": ("torchtpu", "accelerate"),
+    "accelerate-torch_xla": ("pjrt", "accelerate-torch_xla"),
     "examples": ("torchtpu", "examples"),
     "torchtitan": ("torchtpu", "torchtitan"),
 }

@@ -239,16 +239,41 @@ def torchcts(_: Path) -> Iterator[Program]:
     yield from slices("torchcts", 1, OPINFO_SHARE, "opinfo", *options, opinfo)
 
 
-def accelerate(root: Path) -> Iterator[Program]:
-    """Yield Accelerate's scripts, each in two processes of torchrun: some check what holds for two only."""
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
+def accelerate_scripts(root: Path, *launcher: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the name of each of Accelerate's scripts, and Python's arguments that start it."""
     scripts = root / "src/accelerate/test_utils/scripts"
     for path in sorted(scripts.rglob("test_*.py")):
         name = path.relative_to(scripts)
         module = ".".join(("accelerate.test_utils.scripts", *name.with_suffix("").parts))
         # It starts its processes itself.
-        launcher = ("-m",) if name.stem == "test_notebook" else torchrun
-        yield Program(str(name), (*launcher, module))
+        words = () if name.stem == "test_notebook" else launcher
+        yield str(name), (*words, "-m", module)
+
+
+def accelerate(root: Path) -> Iterator[Program]:
+    """Yield Accelerate's scripts, each in two processes of torchrun: some check what holds for two only."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    for name, arguments in accelerate_scripts(root, *torchrun):
+        yield Program(name, arguments)
+
+
+REPLICAS = {"v4-8": 4, "v3-8": 8}
+"""Of each kind of TPU that Accelerate's scripts run on: processes on v4, threads of four processes on v3."""
+
+
+def accelerate_torch_xla(root: Path) -> Iterator[Program]:
+    """Yield Accelerate's scripts as its launcher starts them on a TPU host, and its own test of that."""
+    launch = ("-m", "accelerate.commands.launch", "--tpu", "--main_training_function", "main")
+    for kind, replicas in REPLICAS.items():
+        variables = {"POLYXLA_EMULATE": kind, "ACCELERATE_NUM_PROCESSES": str(replicas)}
+        for name, arguments in accelerate_scripts(root, *launch):
+            yield Program(f"{kind} {name}", arguments, variables)
+        checks = str(CI / "accelerate_checks.py")
+        yield Program(f"{kind} test_script.py without those faults", (*launch, checks), variables)
+        # Without -c, pytest finds settings that are not meant for one file of theirs.
+        test = str(root / "tests/test_tpu.py")
+        options = (*PYTEST, f"--rootdir={root}", f"-c{os.devnull}", test)
+        yield Program(f"{kind} tests/test_tpu.py", options, variables, is_pytest=True)
 
 
 CHIPS = 4
@@ -435,6 +460,16 @@ SUITES = {
         ("torch_tpu", "accelerate"),
         accelerate,
         {"POLYXLA_EMULATE": "v4-8", "ACCELERATE_NUM_PROCESSES": "2"},
+        ("src",),
+    ),
+    "accelerate-torch_xla": Suite(
+        "Accelerate's own test scripts on torch_xla, an emulated v4-8 and an emulated v3-8, started by "
+        "`accelerate launch --tpu`. `.ci/accelerate_checks.py` runs what is left of test_script.",
+        "src/accelerate/test_utils/scripts and tests/test_tpu.py of huggingface/accelerate at v1.15.0",
+        "ACCELERATE",
+        ("torch_xla", "accelerate"),
+        accelerate_torch_xla,
+        {"OMP_NUM_THREADS": "1"},
         ("src",),
     ),
     "examples": Suite(

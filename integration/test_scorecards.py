@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from polyxla_testing.processes import wait_for_end_of
 
@@ -190,6 +193,24 @@ def test_the_page_has_the_counts_of_the_last_runs(monkeypatch: pytest.MonkeyPatc
     import scorecard as module
 
     assert (ROOT / "docs" / "scorecards.md").read_text() == module.page()
+
+
+def test_each_suite_has_a_session_and_runs_every_week(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    from suites import SUITES
+
+    # The environment of these tests has no nox.
+    assigned = {
+        node.targets[0].id: node.value
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    sessions = ast.literal_eval(assigned["SCORECARDS"])
+    workflow = yaml.safe_load((ROOT / ".github/workflows/scorecards.yml").read_text())
+    weekly = [entry["suite"] for entry in workflow["jobs"]["scorecard"]["strategy"]["matrix"]["include"]]
+    assert sorted(weekly) == sorted(sessions) == sorted(SUITES)
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    assert {f"scorecard-{project}" for _, project in sessions.values()} <= groups.keys()
 
 
 def test_replicas_that_a_test_ends_are_replaced_for_those_that_are_left(
