@@ -109,12 +109,14 @@ class _Resumption:
     Attributes:
         outbox: its commands.
         meetings: `Snapshot.meetings` of the snapshot that it begins with.
-        compiling: the programs that the worker still compiles; everything else follows.
+        programs: the programs that it compiles again.
+        compiling: those that the worker still compiles; everything else follows.
         since: when the last session was lost, on `time.monotonic`'s clock.
     """
 
     outbox: Outbox
     meetings: int
+    programs: frozenset[int]
     compiling: set[int]
     since: float
 
@@ -341,10 +343,12 @@ class RemoteEngine(Engine):
         for request in list(self._requests.values()):
             request.restart()
         try:
-            programs = self._journal.compilations(meetings)
+            # A program that is being sent is there as a whole when this lock is free.
+            with self._sending:
+                programs = self._journal.compilations(meetings)
         except LookupError as error:
             raise self._not_resumed(str(error)) from None
-        self._resumption = _Resumption(outbox, meetings, set(programs), since)
+        self._resumption = _Resumption(outbox, meetings, frozenset(programs), set(programs), since)
         for command, size in itertools.chain.from_iterable(programs.values()):
             outbox.put(command, size, may_wait=False)
         if not programs:
@@ -408,6 +412,10 @@ class RemoteEngine(Engine):
         assert resumption
         assert self._journal
         with self._sending:
+            # Programs that are new since the others were sent again have waited for this session.
+            for number, program in self._journal.compilations(resumption.meetings).items():
+                for command, size in () if number in resumption.programs else program:
+                    resumption.outbox.put(command, size, may_wait=False)
             arrays, commands = self._journal.replay(resumption.meetings, self._requests.__contains__)
             for command, size in commands:
                 # They are in memory already, so the limit of the outbox would save nothing.
