@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import grpc
@@ -28,6 +28,7 @@ from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.config.resuming import Resuming, read_resuming, refuse_resuming
+from polyxla_xrt.errors import WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_decoding, bulk_encoding
 from polyxla_xrt.protocol.worker import SERVICE
@@ -286,6 +287,20 @@ def test_a_replica_that_has_ended_cannot_come_back(
                 engines[1].to_host(trainings[1].weights).result(WAIT_S)
 
 
+@contextmanager
+def served(session: Callable[[Iterator[Any], Any], Iterator[bytes]]) -> Iterator[Assignment]:
+    """Serve sessions; yield an assignment to one."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    handler = grpc.stream_stream_rpc_method_handler(session, bulk_decoding.commands)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Session": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield Assignment(f"127.0.0.1:{port}", "0" * 32, (0,), "TPU", 0, 1, 0, 1)
+    finally:
+        server.stop(0)
+
+
 def test_a_program_that_ends_each_worker_is_not_sent_forever() -> None:
     sessions = 0
 
@@ -297,22 +312,25 @@ def test_a_program_that_ends_each_worker_is_not_sent_forever() -> None:
         # As a worker whose process crashes: it has read a command, and nothing more comes.
         next(requests)
 
-    server = grpc.server(ThreadPoolExecutor(2))
-    handler = grpc.stream_stream_rpc_method_handler(session, bulk_decoding.commands)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Session": handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    where = f"127.0.0.1:{port}"
-    try:
-        with closing(
-            RemoteEngine(Assignment(where, "0" * 32, (0,), "TPU", 0, 1, 0, 1), variables())
-        ) as engine:
-            written = engine.from_host(engine.devices[0], VECTOR, values(0))
-            with pytest.raises(PjrtError, match=f"that was the {MAX_FRUITLESS}th time at the same place"):
-                engine.to_host(written).result(WAIT_S)
-    finally:
-        server.stop(0)
+    with served(session) as own, closing(RemoteEngine(own, variables())) as engine:
+        written = engine.from_host(engine.devices[0], VECTOR, values(0))
+        with pytest.raises(PjrtError, match=f"that was the {MAX_FRUITLESS}th time at the same place"):
+            engine.to_host(written).result(WAIT_S)
     assert sessions == MAX_FRUITLESS
+
+
+def test_a_worker_that_begins_no_session_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyxla_xrt.client.engine.ATTACH_S", 0.5)
+
+    def session(requests: Iterator[Any], _: Any) -> Iterator[bytes]:
+        # It reads what comes until the client leaves, and answers nothing.
+        yield from (b"" for _ in requests if False)
+
+    with (
+        served(session) as own,
+        pytest.raises(WorkerLostError, match=r"has not begun a session within 0\.5 s"),
+    ):
+        RemoteEngine(own, snapshot())
 
 
 def test_a_program_that_changes_its_results_is_refused(

@@ -192,9 +192,7 @@ class RemoteEngine(Engine):
         self._reader = threading.Thread(target=self._read, name="polyxla-answers", daemon=True)
         self._reader.start()
         try:
-            # This wait is longer than that of the worker for its engine, so that the reason of the worker
-            # comes first.
-            self._attached.result(ATTACH_S + (self._resuming.wait_s if self._resuming else 0))
+            self._wait_for_session()
         except BaseException:
             # This covers Ctrl-C as well: the worker would regard an open stream as a process that drives the
             # cores. The outbox ends first, because gRPC's thread would wait for its commands for ever.
@@ -203,6 +201,19 @@ class RemoteEngine(Engine):
             self._call.cancel()
             self._channel.close()
             raise
+
+    def _wait_for_session(self) -> None:
+        # This wait is longer than that of the worker for its engine, so that the reason of the worker comes
+        # first.
+        limit_s = ATTACH_S + (self._resuming.wait_s if self._resuming else 0)
+        try:
+            self._attached.result(limit_s)
+        except TimeoutError:
+            raise WorkerLostError(
+                f"{self._channel.where} has not begun a session within {limit_s:g} s",
+                where=self._channel.address,
+                fix="See the worker's log; restart the worker if it does not answer `polyxla worker status`.",
+            ) from None
 
     def _local(self) -> list[EngineDevice]:
         return [device for device in self.devices if device.is_local]
