@@ -57,8 +57,14 @@ def uncompared(model: str, batch: int, port: int) -> None:
 def _in_uncompared_replica(model: str, batch: int, port: int, replica: Any) -> None:
     from polyxla_bridge.programs.agreement import Agreement
 
+    def meet(agreement: Agreement, executable: Any, index: int) -> Any:
+        known = executable.native.setdefault("meets", {})
+        if index not in known:
+            known[index] = agreement.program(executable, index)
+        return known[index]
+
     # There is no switch: only a job whose replicas disagree would need one.
-    Agreement.meet = lambda *_: None  # type: ignore[method-assign]
+    Agreement.meet = meet  # type: ignore[method-assign]
     serve(XlaTraining(model, batch), port)
 
 
