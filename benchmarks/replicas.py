@@ -55,16 +55,17 @@ def uncompared(model: str, batch: int, port: int) -> None:
 
 
 def _in_uncompared_replica(model: str, batch: int, port: int, replica: Any) -> None:
-    from polyxla_bridge.programs.agreement import Agreement
+    from polyxla_bridge.programs.agreement import Agreement, Program
+    from polyxla_bridge.programs.executable import Executable
 
-    def meet(agreement: Agreement, executable: Any, index: int) -> Any:
-        known = executable.native.setdefault("meets", {})
+    def meet(agreement: Agreement, executable: Executable, index: int) -> Program:
+        known: dict[int, Program] = executable.native.setdefault("meets", {})
         if index not in known:
             known[index] = agreement.program(executable, index)
         return known[index]
 
     # There is no switch: only a job whose replicas disagree would need one.
-    Agreement.meet = meet  # type: ignore[method-assign]
+    Agreement.meet = meet  # type: ignore[assignment, method-assign]
     serve(XlaTraining(model, batch), port)
 
 
