@@ -263,14 +263,7 @@ class RemoteEngine(Engine):
         makes: Mapping[int, LiveArray] = MappingProxyType({}),
         takes: Iterable[int] = (),
     ) -> None:
-        """Record and queue a command; `_sending` is held.
-
-        Args:
-            command: the command.
-            size: the size of its data.
-            makes: the arrays that it makes.
-            takes: the arrays that it consumes.
-        """
+        """Record a command, as `Journal.add` does, and queue it; `_sending` is held."""
         if self._journal and self._error is None:
             self._journal.add(command, size, makes, takes)
         self._queue(command, size)
