@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, tpu
+from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, narrow_sums, tpu
 from polyxla_bridge.programs import hlo, kernels, rewrite
 
 
@@ -17,7 +17,7 @@ def expanded(module: bytes, *, is_partitioned: bool) -> bytes:
         PjrtError: a step of a scan has an instruction that is not known.
     """
     normalization = batch_norm if is_partitioned else max_pool
-    return inlining.replace(module, *tpu.CHOICES, normalization.choose)
+    return inlining.replace(module, *tpu.CHOICES, normalization.choose, narrow_sums.choose)
 
 
 def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
