@@ -8,7 +8,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.expansions import inlining, narrow_sums
+from polyxla_bridge.engine.expansions import cpu, inlining
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.programs.executable import ArrayType
@@ -44,4 +44,4 @@ def test_a_sum_is_rounded_once(name: str) -> None:
 @pytest.mark.parametrize(("dtype", "step"), [("f32", "add"), ("bf16", "maximum")])
 def test_other_reductions_stay_as_they_are(dtype: str, step: str) -> None:
     data = program(dtype, step)
-    assert inlining.replace(data, narrow_sums.choose) is data
+    assert inlining.replace(data, cpu.choose_narrow_sum) is data

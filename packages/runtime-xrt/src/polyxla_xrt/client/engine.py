@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import grpc
@@ -39,7 +38,7 @@ from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt import env
 from polyxla_xrt.client.channel import WorkerChannel
-from polyxla_xrt.client.journal import Command, Journal, LiveArray, Sized
+from polyxla_xrt.client.journal import NO_ARRAYS, Arrays, Command, Journal, LiveArray, Sized
 from polyxla_xrt.client.lease import lost
 from polyxla_xrt.client.pending_answer import PendingAnswer
 from polyxla_xrt.client.probe import RETRY_S
@@ -256,13 +255,7 @@ class RemoteEngine(Engine):
             for command, size in commands:
                 self._put(command, size)
 
-    def _put(
-        self,
-        command: Command,
-        size: int,
-        makes: Mapping[int, LiveArray] = MappingProxyType({}),
-        takes: Iterable[int] = (),
-    ) -> None:
+    def _put(self, command: Command, size: int, makes: Arrays = NO_ARRAYS, takes: Iterable[int] = ()) -> None:
         """Record a command, as `Journal.add` does, and queue it; `_sending` is held."""
         if self._journal and self._error is None:
             self._journal.add(command, size, makes, takes)
@@ -605,10 +598,7 @@ class RemoteEngine(Engine):
             return [
                 [Buffer(type_, device, lost[0].value) for type_ in executable.outputs] for device in devices
             ]
-        # Where other processes take part in a program, they must agree on the place of a snapshot.
-        is_meeting = self._is_meeting(executable)
-        if self._journal and is_meeting:
-            self._journal.wait_before_meeting()
+        is_meeting = self._wait_before_meeting(executable)
         if not self._room.acquire(blocking=False):
             self.holdups += 1
             self._room.acquire()
@@ -620,7 +610,7 @@ class RemoteEngine(Engine):
             self._in_flight[sequence] = _Execution(done, executable.name, collectives, time.monotonic())
         first = self._new_numbers(len(devices) * len(executable.outputs))
         numbers = itertools.count(first)
-        outputs = [
+        outputs: list[list[Buffer]] = [
             [
                 RemoteBuffer(type_, device, GroupedFuture(done), number=next(numbers))
                 for type_ in executable.outputs
@@ -636,8 +626,10 @@ class RemoteEngine(Engine):
             keep=sorted(keep),
         )
         donated = executable.native["donated"] - keep
-        makes = {result.number: self._live(result) for row in outputs for result in row}
-        takes = [_number(row[number]) for row in rows for number in donated]
+        makes, takes = NO_ARRAYS, []
+        if self._journal:
+            makes = {_number(result): self._live(result) for row in outputs for result in row}
+            takes = [_number(row[number]) for row in rows for number in donated]
         try:
             with self._sending:
                 self._put(pb.Command(execute=request), 8 * len(request.arguments), makes, takes)
@@ -655,15 +647,21 @@ class RemoteEngine(Engine):
             # Only an execution that was sent takes its arguments: after a failure to send, they stay valid.
             for number in donated:
                 row[number].give_up("was donated to a program")
-        return [[*row] for row in outputs]
+        return outputs
 
-    def _is_meeting(self, executable: Executable) -> bool:
-        """Return whether a program is counted for snapshots: each, if this process has the whole job."""
+    def _wait_before_meeting(self, executable: Executable) -> bool:
+        """Return whether a program is counted for snapshots, and wait until it may be sent if it is."""
+        if self._journal is None:
+            return False
+        # Where other processes take part in a program, they must agree on the place of a snapshot.
         is_alone = self._assignment.process_count == 1
         devices = executable.num_replicas * executable.num_partitions
-        return is_alone or (devices > len(self._cores) and bool(executable.native["collectives"]))
+        if not is_alone and (devices <= len(self._cores) or not executable.native["collectives"]):
+            return False
+        self._journal.wait_before_meeting()
+        return True
 
-    def _live(self, buffer: RemoteBuffer) -> LiveArray:
+    def _live(self, buffer: Buffer) -> LiveArray:
         return LiveArray(buffer.type, self._cores[buffer.device.index])
 
     def _take_snapshot_if_due(self, *, has_met: bool) -> None:

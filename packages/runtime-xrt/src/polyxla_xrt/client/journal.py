@@ -34,6 +34,10 @@ class LiveArray:
     core: int
 
 
+Arrays: TypeAlias = Mapping[int, LiveArray]
+NO_ARRAYS: Arrays = MappingProxyType({})
+
+
 @dataclass(eq=False)
 class Snapshot:
     """The arrays of a process at one place among its commands.
@@ -88,13 +92,7 @@ class Journal:
         """`Snapshot.meetings` of the newest whole snapshot."""
         return self._snapshots[-1].meetings
 
-    def add(
-        self,
-        command: Command,
-        size: int,
-        makes: Mapping[int, LiveArray] = MappingProxyType({}),
-        takes: Iterable[int] = (),
-    ) -> None:
+    def add(self, command: Command, size: int, makes: Arrays = NO_ARRAYS, takes: Iterable[int] = ()) -> None:
         """Record a command, in the order in which commands are sent.
 
         Args:

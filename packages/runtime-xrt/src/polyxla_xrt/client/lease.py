@@ -172,6 +172,8 @@ class Lease:
             except grpc.RpcError as error:
                 why = lost(self._channel, error)
                 is_gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+            else:
+                return
             if self._closed.is_set():
                 return
             if not (is_gone and self._resuming and self._renew(self._resuming, why)):

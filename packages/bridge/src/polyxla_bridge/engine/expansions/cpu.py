@@ -2,8 +2,41 @@
 
 from __future__ import annotations
 
-from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, narrow_sums, tpu
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+from jax import lax, numpy
+
+from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, tpu
 from polyxla_bridge.programs import hlo, kernels, rewrite
+from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+
+_NARROW = {"bfloat16", "float16"}
+
+
+def choose_narrow_sum(
+    instruction: Instruction, computations: Mapping[int, Computation]
+) -> inlining.Function | None:
+    """Return the function that computes a sum of bfloat16 or float16 numbers; None for another instruction.
+
+    XLA:CPU keeps the sum in the numbers' own type, and rounds it after each of them. PyTorch's CPU and GPUs
+    add in float32, and round once.
+    """
+    if instruction.opcode != "reduce" or len(instruction.operand_ids) != 2:
+        return None
+    (called,) = instruction.called_computation_ids
+    opcodes = [step.opcode for step in computations[called].instructions]
+    if opcodes != ["parameter", "parameter", "add"] or hlo.array_type(instruction.shape)[0] not in _NARROW:
+        return None
+    return partial(_sum, tuple(instruction.dimensions))
+
+
+def _sum(dimensions: tuple[int, ...], numbers: jax.Array, initial: jax.Array) -> jax.Array:
+    wide = lax.reduce(numbers.astype(numpy.float32), initial.astype(numpy.float32), lax.add, dimensions)
+    narrow: jax.Array = wide.astype(numbers.dtype)
+    return narrow
 
 
 def expanded(module: bytes, *, is_partitioned: bool) -> bytes:
@@ -17,7 +50,7 @@ def expanded(module: bytes, *, is_partitioned: bool) -> bytes:
         PjrtError: a step of a scan has an instruction that is not known.
     """
     normalization = batch_norm if is_partitioned else max_pool
-    return inlining.replace(module, *tpu.CHOICES, normalization.choose, narrow_sums.choose)
+    return inlining.replace(module, *tpu.CHOICES, normalization.choose, choose_narrow_sum)
 
 
 def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
