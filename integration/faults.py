@@ -417,7 +417,7 @@ class Job:
             if done.returncode == 0:
                 document = json.loads(done.stdout)
                 states = [document] if self._address else document["processes"]
-                if states and not any(state.get("job") or state.get("jobs_running") for state in states):
+                if states and not any(state.get("jobs") or state.get("jobs_running") for state in states):
                     return None
             if time.monotonic() > deadline:
                 return f"the service is not well: {done.stdout}{done.stderr}"

@@ -169,7 +169,7 @@ def test_sessions_that_are_cut_leave_nothing(
     assert threading.active_count() <= threads + 2
     assert capfd.readouterr().err.count("resumed on the worker at") == cuts
     # The weights of both trainings, and nothing of the lost sessions.
-    assert worker.status()["memory_bytes"] <= 2 * 4 * SIZE
+    assert worker.status()["jobs"][0]["memory_bytes"] <= 2 * 4 * SIZE
 
 
 def test_replicas_go_on_from_one_place(start_worker: Callable[..., Any]) -> None:
@@ -248,7 +248,7 @@ def test_a_spare_worker_takes_the_job(
 
     assert train(engine, 30, kill_first) == whole
     assert f"for {first.address} or {second.address}" in said[0]
-    assert second.status()["job"]["pid"] == os.getpid()
+    assert second.status()["jobs"][0]["pid"] == os.getpid()
 
 
 def test_a_worker_that_stays_away_ends_the_job(

@@ -100,7 +100,7 @@ class Wire:
         # A client that gets a reset while it asks for cores may wait until the worker frees them.
         if fault.how in (How.STOP, How.FAR) or (fault.how is How.NEAR and fault.at < ATTACHED):
             limit_s += self.silence_s + (0 if fault.at >= ATTACHED else REPLACED_S)
-        left = self.worker.wait_until(lambda status: not status["job"], CUT_S + self.silence_s + SOON_S)
+        self.worker.wait_until(lambda status: not status["jobs"], CUT_S + self.silence_s + SOON_S)
         self.ended_s = found["at"] - failed_at
         # A job that has not begun has nothing to go on with.
         may_fail = not resume_s or fault.at < ATTACHED
@@ -117,7 +117,7 @@ class Wire:
             f"closed after {found['closed_s']:.1f} s": found["closed_s"] < GOODBYE_S + SOON_S,
             f"threads are left: {found['threads']}": not found["threads"],
             f"on_lost got {found['lost']}": found["lost"] in ([], [found["error"]]),
-            f"the worker holds {left['memory_bytes']} bytes": not left["memory_bytes"],
+            f"the worker holds {self.worker.left_bytes} bytes": not any(self.worker.left_bytes),
         }
         return [f"{fault}: {what}" for what, is_right in checks.items() if not is_right]
 

@@ -26,11 +26,13 @@ def job(user: str = "ann") -> LeasedJob:
     def no_engine() -> Any:
         raise PjrtError(Code.UNAVAILABLE, "there are no cores")
 
-    return LeasedJob(pb.Holder(host="here", pid=7, user=user, command="train.py"), 2, "", 100, no_engine, 3.0)
+    return LeasedJob(
+        pb.Holder(host="here", pid=7, user=user, command="train.py"), 2, "", 100, no_engine, 3.0, "key"
+    )
 
 
-def acquired(held: Leases, user: str = "ann", wait_s: float = 0.0) -> LeasedJob:
-    got = held.acquire(lambda: job(user), wait_s, lambda: False)
+def acquired(held: Leases[LeasedJob], user: str = "ann", wait_s: float = 0.0) -> LeasedJob:
+    got = held.acquire(lambda: job(user), 2, wait_s, lambda: False)
     assert got is not None
     return got
 
@@ -49,13 +51,12 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def test_the_error_of_a_second_job_names_the_holder() -> None:
-    cores = Leases()
+    cores: Leases[LeasedJob] = Leases(2)
     first = acquired(cores)
-    assert cores.job is first
+    assert cores.jobs == (first,)
     with pytest.raises(HeldError) as caught:
         acquired(cores, "bob")
-    assert caught.value.held.holder == first.holder
-    assert caught.value.held.since == first.since
+    assert caught.value.jobs == [first.describe()]
     assert (cores.waiting, cores.served) == (0, 1)
     cores.give_back(first)
     assert acquired(cores, "bob").holder.user == "bob"
@@ -63,7 +64,8 @@ def test_the_error_of_a_second_job_names_the_holder() -> None:
 
 
 def test_waiting_jobs_are_served_in_order(pool: ThreadPoolExecutor) -> None:
-    cores, order = Leases(), []
+    cores: Leases[LeasedJob] = Leases(2)
+    order: list[int] = []
     first = acquired(cores)
 
     def wait(number: int) -> None:
@@ -81,14 +83,14 @@ def test_waiting_jobs_are_served_in_order(pool: ThreadPoolExecutor) -> None:
     for answer in waiting:
         answer.result(SOON_S)
     assert order == list(range(8))
-    assert cores.job is None
+    assert cores.jobs == ()
 
 
 def test_a_job_that_does_not_wait_cannot_overtake_one_that_does(pool: ThreadPoolExecutor) -> None:
-    cores = Leases()
+    cores: Leases[LeasedJob] = Leases(2)
     first = acquired(cores)
     is_gone = threading.Event()
-    waiting = pool.submit(cores.acquire, job, SOON_S, is_gone.is_set)
+    waiting = pool.submit(cores.acquire, job, 2, SOON_S, is_gone.is_set)
     until(lambda: cores.waiting == 1)
     cores.give_back(first)
     got = waiting.result(SOON_S)
@@ -98,10 +100,10 @@ def test_a_job_that_does_not_wait_cannot_overtake_one_that_does(pool: ThreadPool
 
 
 def test_a_client_that_has_gone_loses_its_place(pool: ThreadPoolExecutor) -> None:
-    cores = Leases()
+    cores: Leases[LeasedJob] = Leases(2)
     first = acquired(cores)
     is_gone = threading.Event()
-    waiting = pool.submit(cores.acquire, job, SOON_S, is_gone.is_set)
+    waiting = pool.submit(cores.acquire, job, 2, SOON_S, is_gone.is_set)
     until(lambda: cores.waiting == 1)
     behind = pool.submit(acquired, cores, "bob", SOON_S)
     until(lambda: cores.waiting == 2)
@@ -112,7 +114,7 @@ def test_a_client_that_has_gone_loses_its_place(pool: ThreadPoolExecutor) -> Non
 
 
 def test_a_wait_ends_after_its_timeout() -> None:
-    cores = Leases()
+    cores: Leases[LeasedJob] = Leases(2)
     acquired(cores)
     begin = time.monotonic()
     with pytest.raises(HeldError):
@@ -121,7 +123,7 @@ def test_a_wait_ends_after_its_timeout() -> None:
 
 
 def test_every_job_waits_for_one_that_has_ended(pool: ThreadPoolExecutor) -> None:
-    cores = Leases()
+    cores: Leases[LeasedJob] = Leases(2)
     first = acquired(cores)
     first.end(ENDED)
     next_one = pool.submit(acquired, cores, "bob", 0.0)
@@ -133,10 +135,10 @@ def test_every_job_waits_for_one_that_has_ended(pool: ThreadPoolExecutor) -> Non
 
 
 def test_a_full_queue_refuses_further_jobs(pool: ThreadPoolExecutor) -> None:
-    cores = Leases()
+    cores: Leases[LeasedJob] = Leases(2)
     acquired(cores)
     is_gone = threading.Event()
-    crowd = [pool.submit(cores.acquire, job, SOON_S, is_gone.is_set) for _ in range(leases.MAX_WAITING)]
+    crowd = [pool.submit(cores.acquire, job, 2, SOON_S, is_gone.is_set) for _ in range(leases.MAX_WAITING)]
     until(lambda: cores.waiting == leases.MAX_WAITING)
     with pytest.raises(QueueFullError):
         acquired(cores)
@@ -145,36 +147,36 @@ def test_a_full_queue_refuses_further_jobs(pool: ThreadPoolExecutor) -> None:
 
 
 def test_a_draining_worker_refuses_new_and_waiting_jobs(pool: ThreadPoolExecutor) -> None:
-    cores = Leases()
+    cores: Leases[LeasedJob] = Leases(2)
     first = acquired(cores)
     waiting = pool.submit(acquired, cores, "bob", SOON_S)
     until(lambda: cores.waiting == 1)
     cores.drain()
     with pytest.raises(DrainingError):
         waiting.result(SOON_S)
-    assert cores.job is first
+    assert cores.jobs == (first,)
     cores.give_back(first)
     with pytest.raises(DrainingError):
         acquired(cores)
 
 
 def test_a_job_that_fails_to_start_leaves_the_cores_free() -> None:
-    cores = Leases()
+    cores: Leases[LeasedJob] = Leases(2)
 
     def fail() -> LeasedJob:
         raise OSError("no port")
 
     with pytest.raises(OSError, match="no port"):
-        cores.acquire(fail, 0.0, lambda: False)
-    assert (cores.job, cores.waiting) == (None, 0)
+        cores.acquire(fail, 2, 0.0, lambda: False)
+    assert (cores.jobs, cores.waiting) == ((), 0)
     acquired(cores)
 
 
 def test_only_the_holder_can_return_the_cores() -> None:
-    cores = Leases()
+    cores: Leases[LeasedJob] = Leases(2)
     first = acquired(cores)
     cores.give_back(job())
-    assert cores.job is first
+    assert cores.jobs == (first,)
     idle = cores.idle_since
     cores.give_back(first)
     assert cores.idle_since > idle

@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -90,16 +91,17 @@ def job_of_two(worker: Any, client: Start) -> tuple[Any, list[Any]]:
 
 def test_the_status_shows_the_job_that_is_served(worker: Any, client: Start) -> None:
     before = worker.status()
-    assert before["job"] is None
+    assert before["jobs"] == []
     lease, sessions = job_of_two(worker, client)
     status = worker.status()
-    job = status.pop("job")
+    (job,) = status.pop("jobs")
     assert job["pid"] == lease.process.pid
+    assert (job["cores"], job["sessions"]) == (2, 2)
     assert job["user"] == getpass.getuser()
     assert job["host"] == socket.gethostname()
     assert abs(job["since"] - time.time()) < 60
     assert status["jobs_served"] == before["jobs_served"] + 1
-    expected = {"cores": 2, "platform": "cpu", "protocol": PROTOCOL, "sessions": 2, "draining": False}
+    expected = {"cores": 2, "platform": "cpu", "protocol": PROTOCOL, "max_jobs": 1, "draining": False}
     assert {name: status[name] for name in expected} == expected
     assert [session.order("leave") for session in sessions] == ["left", "left"]
     lease.order("close")
@@ -108,7 +110,7 @@ def test_the_status_shows_the_job_that_is_served(worker: Any, client: Start) -> 
 
 def test_the_status_command_prints_text_or_json(worker: Any) -> None:
     status = json.loads(polyxla("worker", "status", worker.address, "--json").stdout)
-    assert (status["cores"], status["job"]) == (2, None)
+    assert (status["cores"], status["jobs"]) == (2, [])
     with closing(Lease(worker.address, 1, snapshot())) as lease:
         assert lease.job
         text = polyxla("worker", "status", worker.address).stdout
@@ -181,8 +183,8 @@ def test_a_killed_replica_is_named_to_the_others_and_the_worker_continues(worker
     sessions[1].kill()
     for connected in (sessions[0], lease):
         assert "ordinal 1 died" in connected.order("wait")
-    status = worker.wait_until(lambda status: not status["job"])
-    assert status["memory_bytes"] == 0
+    worker.wait_until_free()
+    assert worker.left_bytes[-1] == 0
     assert worker.serving_pid == serving
     serves_a_job(worker, client)
 
@@ -362,7 +364,7 @@ def test_another_version_of_the_protocol_is_refused(worker: Any, protocol: int) 
 
 def lease_refusal(address: str, **request: Any) -> tuple[grpc.StatusCode, str]:
     with grpc.insecure_channel(address) as channel:
-        asked = pb.LeaseRequest(**{"protocol": PROTOCOL, **request})
+        asked = pb.LeaseRequest(**{"protocol": PROTOCOL, "job": "1" * 32, **request})
         return refused(worker_pb2_grpc.WorkerStub(channel).Lease(asked, timeout=SOON_S))
 
 
@@ -401,9 +403,9 @@ def test_a_holder_with_any_unicode_name_can_be_reported(worker: Any) -> None:
     name = "\U0001f600" * 300
     with grpc.insecure_channel(worker.address) as channel:
         holder = pb.Holder(host=name, user=name, command=name)
-        request = pb.LeaseRequest(protocol=PROTOCOL, cores=1, holder=holder)
+        request = pb.LeaseRequest(protocol=PROTOCOL, cores=1, holder=holder, job="2" * 32)
         call = worker_pb2_grpc.WorkerStub(channel).Lease(request, timeout=60)
-        assert next(call).granted.job
+        assert next(call).granted.platform == "cpu"
         code, details = lease_refusal(worker.address, cores=1)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert details.startswith("the worker's cores are held by \U0001f600")
@@ -552,13 +554,23 @@ def test_metrics_are_served_to_prometheus(start_worker: Start) -> None:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, value in (line.split() for line in lines if line[0] != "#")}
 
-    names = ("cores", "cores_held", "sessions", "jobs_waiting", "array_bytes", "draining", "jobs_total")
+    names = (
+        "cores",
+        "cores_held",
+        "jobs_running",
+        "sessions",
+        "jobs_waiting",
+        "array_bytes",
+        "draining",
+        "jobs_total",
+    )
     assert metrics().keys() == {f"polyxla_worker_{name}" for name in names}
     assert metrics()["polyxla_worker_cores"] == 2
     assert metrics()["polyxla_worker_jobs_total"] == 0
     with closing(Lease(worker.address, 1, snapshot())):
         found = metrics()
         assert (found["polyxla_worker_cores_held"], found["polyxla_worker_jobs_total"]) == (1, 1)
+        assert found["polyxla_worker_jobs_running"] == 1
     worker.wait_until_free()
     assert metrics()["polyxla_worker_cores_held"] == 0
     # The process that replaces it can bind the port of the metrics again.
@@ -591,13 +603,14 @@ def test_the_allocator_is_set_before_any_thread_of_the_serving_process(
     for where, name in ((supervisor, "_end_with_supervisor"), (glibc_memory, "share_arena")):
         monkeypatch.setattr(where, name, lambda *_, name=name: order.append(name))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for name, answer in (("open_engines", None), ("serve", 0), ("end_with", None)):
-        monkeypatch.setattr(process, name, lambda *_, answer=answer: answer)
+    ended = SystemExit("it does not return")
+    monkeypatch.setattr(process, "end_with", lambda _: order.append("end_with"))
     serving: Any = SimpleNamespace(address="127.0.0.1:0")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        supervisor._Supervisor(serving, {})._serve(0, theirs, None)
-    assert order == ["share_arena", "_end_with_supervisor"]
+    supervised = supervisor._Supervisor(serving, {})
+    supervised._life = os.open(os.devnull, os.O_RDONLY)
+    with pytest.raises(SystemExit):
+        supervised._become(0, Mock(side_effect=ended))
+    assert order == ["share_arena", "_end_with_supervisor", "end_with"]
 
 
 def test_a_line_of_the_log_has_the_event_and_its_fields() -> None:

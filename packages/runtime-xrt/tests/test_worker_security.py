@@ -115,7 +115,7 @@ def refusal(address: str, environ: Mapping[str, str]) -> WorkerError:
 
 def served(worker: Any, environ: Mapping[str, str]) -> int:
     status = worker.status(environ)
-    assert status["job"] is None
+    assert status["jobs"] == []
     return int(status["jobs_served"])
 
 
@@ -123,7 +123,7 @@ def lets_in(worker: Any, environ: Mapping[str, str]) -> None:
     with closing(Lease(worker.address, 1, environ)) as lease:
         assert len(lease.job) == 32
     deadline = time.monotonic() + 20
-    while worker.status(environ)["job"]:
+    while worker.status(environ)["jobs"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

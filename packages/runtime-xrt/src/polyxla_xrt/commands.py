@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from polyxla import UsageError
 from polyxla.plugin import JsonFlag, plain_errors, print_json, printable, say, snapshot
 from polyxla_xrt.config.addresses import DEFAULT_PORT, read_address
 from polyxla_xrt.config.variables import Variable
@@ -61,6 +63,15 @@ def serve(
         float | None,
         typer.Option(metavar="GIB", min=0.001, help="Memory limit of a job's arrays and programs."),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, max=64, help="Number of jobs that may hold cores at once, each in a process."
+        ),
+    ] = 1,
+    job_ports: Annotated[
+        str, typer.Option(metavar="FIRST-LAST", help="Ports of these processes; default: any free ones.")
+    ] = "",
     metrics_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus.")
     ] = None,
@@ -81,6 +92,12 @@ def serve(
         from polyxla_xrt.server.worker.supervisor import supervise
 
         host, port = _address(address, "--address", may_be_any=True)
+        if jobs > 1 and platform != "cpu":
+            raise UsageError(
+                f"--jobs {jobs} needs cores that several processes can open, unlike a plugin's devices",
+                where=f"--platform {platform}",
+                fix="Omit --jobs: each job then gets the devices when the one before it has ended.",
+            )
         if metrics_address:
             _address(metrics_address, "--metrics-address")
         security = Security(token_file, tls_cert, tls_key, tls_client_ca, insecure)
@@ -94,6 +111,7 @@ def serve(
         environ = snapshot()
         workers = read_workers(Variable("--slice", tpu_slice)) if tpu_slice else ()
         library = choose_platform(platform, plugin_option or (), environ, workers)
+        ports = _ports(job_ports, jobs) if job_ports else (0,)
         if library and library.members:
             library.members.check(port)
             security.as_client(environ)
@@ -105,6 +123,8 @@ def serve(
             memory_limit_bytes=int(memory_per_job * 2**30) if memory_per_job else None,
             metrics_address=metrics_address,
             idle_exit_s=exit_when_idle,
+            max_jobs=jobs,
+            job_ports=ports,
         )
 
         def ready(where: str, served: Served) -> None:
@@ -119,13 +139,13 @@ def serve(
 
 @app.command()
 def status(address: AddressArgument, as_json: JsonFlag = False) -> None:
-    """Print a worker's status and the job that holds its cores."""
+    """Print a worker's status and the jobs that hold its cores."""
     _query(address, "Status", as_json)
 
 
 @app.command()
 def drain(address: AddressArgument, as_json: JsonFlag = False) -> None:
-    """Make a worker refuse new jobs and exit once its job has ended."""
+    """Make a worker refuse new jobs and exit once its jobs have ended."""
     _query(address, "Drain", as_json)
 
 
@@ -138,15 +158,34 @@ def _query(address: str, call: Literal["Status", "Drain"], as_json: bool) -> Non
         if as_json:
             print_json(reply)
         else:
+            jobs = reply.pop("jobs")
             for name, value in reply.items():
-                typer.echo(printable(f"{name.replace('_', ' '):12} {_format(name, value)}"))
+                typer.echo(printable(f"{name.replace('_', ' '):12} {value}"))
+            for job in jobs:
+                typer.echo(printable(f"{'job':12} {_format(job)}"))
+            if not jobs:
+                typer.echo("job          none")
 
 
-def _format(name: str, value: object) -> str:
-    if name == "job" and isinstance(value, dict):
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value["since"]))
-        return f"{value['user']}@{value['host']} (pid {value['pid']}, {value['command']}) since {since}"
-    return "none" if value is None else str(value)
+def _format(job: Mapping[str, Any]) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["since"]))
+    who = f"{job['user']}@{job['host']} (pid {job['pid']}, {job['command']})"
+    memory = f"{job['memory_bytes'] / 2**20:,.0f} MiB"
+    return f"{who} since {since}: {job['cores']} core(s), {job['sessions']} process(es), {memory}"
+
+
+def _ports(text: str, jobs: int) -> range:
+    first, _, last = text.partition("-")
+    is_range = first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16
+    if jobs < 2 or not is_range or int(last) - int(first) + 1 < jobs:
+        raise UsageError(
+            f"{text!r} is no range of ports for {jobs} jobs with a process each"
+            if jobs > 1
+            else "a worker of one job serves it at its own port",
+            where=f"--job-ports {text}",
+            fix=f"Write the first and the last port, such as 8471-{8470 + max(2, jobs)}, and --jobs.",
+        )
+    return range(int(first), int(last) + 1)
 
 
 def _address(text: str, where: str, *, may_be_any: bool = False) -> tuple[str, int]:

@@ -19,6 +19,9 @@ XRT_LOCAL_WORKER = "XRT_LOCAL_WORKER"
 Default: the first worker of `XRT_TPU_CONFIG`.
 """
 
+TF_CPP_MIN_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+"""Given in the processes of a worker, unless set there: ``1``, which omits jaxlib's reports of success."""
+
 TPU_NUM_DEVICES = "TPU_NUM_DEVICES"
 """Number of cores of each worker. Alone, it means a worker on this host, driven by one process.
 Default: 8.

@@ -15,7 +15,7 @@ from polyxla.plugin import printable
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, SPEAKS_HTTP2, look, unreachable
 from polyxla_xrt.config.credential_files import read_file, read_token
-from polyxla_xrt.config.own_token import own_token
+from polyxla_xrt.config.own_token import own_token, refuse_another_users
 from polyxla_xrt.config.variables import find
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
@@ -35,6 +35,7 @@ class WorkerChannel:
     Args:
         address: ``host:port``.
         environ: names the files of the token and the certificates, and proxies for error messages.
+        port: the port of a job's own process, to which the worker has moved the job; 0 for the worker itself.
 
     Attributes:
         stub: the worker's calls.
@@ -44,12 +45,14 @@ class WorkerChannel:
         UsageError: a file that the environment names cannot be used.
     """
 
-    def __init__(self, address: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, address: str, environ: Mapping[str, str], port: int = 0) -> None:
         self.address = address
         self.where = f"the worker at {address}"
         self._environ = environ
+        host = address.rpartition(":")[0]
+        self._moved = f"{host}:{port}" if port else None
         # The scheme is explicit, because gRPC would read a host called `unix` as a scheme.
-        target = f"dns:///{address}"
+        target = f"dns:///{self._moved or address}"
         self._token = _token(environ)
         credentials = _credentials(environ)
         self._channel: Any = (
@@ -76,6 +79,9 @@ class WorkerChannel:
         # The token of a worker that makes its own is read at each call, because the worker may have been
         # started again.
         token = self._token or own_token(self.address, self._environ)
+        # The job's process may have ended, and a stranger may have its port, who must not get the token.
+        if token and not self._token and self._moved:
+            refuse_another_users(self._moved)
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def session(self, commands: Iterator[bytes]) -> Any:
@@ -154,7 +160,7 @@ class WorkerChannel:
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             # gRPC has the same status for every way in which a connection fails, so a short connection finds
             # the cause.
-            found = look(self.address)
+            found = look(self._moved or self.address)
             if code is grpc.StatusCode.UNAVAILABLE and found == SPEAKS_HTTP2:
                 return WorkerConnectError(
                     f"the connection to {self.where} broke: {details}",
@@ -174,6 +180,13 @@ class WorkerChannel:
         # gRPC has no status for a failed handshake and mentions it only in the text.
         if any(word in details.lower() for word in ("handshake", "ssl", "certificate")):
             found = f"the encrypted connection failed: {details}"
+        if self._moved:
+            return WorkerConnectError(
+                f"{self.where} has moved the job to {self._moved}, which cannot be reached: {found}",
+                where=self.address,
+                fix="See in the worker's log whether the job's process has ended. If not, let the network "
+                "pass its port: polyxla worker --jobs N --job-ports FIRST-LAST says which it may be.",
+            )
         return unreachable(self.address, found, self._environ)
 
     def close(self) -> None:
@@ -200,11 +213,15 @@ def ask(address: str, call: Literal["Status", "Drain"], environ: Mapping[str, st
     plain: dict[str, Any] = MessageToDict(
         reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    job = plain.pop("job", None)
     # JSON has no 64-bit integers, so protobuf writes them as text.
-    plain |= {name: int(plain[name]) for name in ("memory_bytes", "jobs_served")}
+    plain["jobs_served"] = int(plain["jobs_served"])
     plain["up_s"] = round(plain["up_s"], 1)
-    return {**plain, "job": job and {**job["holder"], "since": job["since"]}}
+    plain["jobs"] = [_plain_job(job) for job in plain["jobs"]]
+    return plain
+
+
+def _plain_job(job: dict[str, Any]) -> dict[str, Any]:
+    return {**job.pop("holder"), **job, "memory_bytes": int(job["memory_bytes"])}
 
 
 def _token(environ: Mapping[str, str]) -> str | None:

@@ -186,8 +186,7 @@ class RemoteEngine(Engine):
         self._reading: set[int] = set()
         # Answers that somebody waited for, and how many there were when the last session was lost.
         self._answered = self._answered_before = self._fruitless = 0
-        self._outbox = Outbox(self._releases)
-        self._channel, self._call = self._begin(assignment.address, self._outbox)
+        self._outbox = self._begin(assignment.address)
         self._reader = threading.Thread(target=self._read, name="polyxla-answers", daemon=True)
         self._reader.start()
         try:
@@ -217,8 +216,14 @@ class RemoteEngine(Engine):
     def _local(self) -> list[EngineDevice]:
         return [device for device in self.devices if device.is_local]
 
-    def _begin(self, address: str, outbox: Outbox) -> tuple[WorkerChannel, Any]:
-        """Begin a session, which sends what is put into `outbox`; return its channel and its call."""
+    def _begin(self, address: str, port: int = 0) -> Outbox:
+        """Begin a session and return its outbox.
+
+        Args:
+            address: of the worker.
+            port: of the job's own process there; 0 for the worker.
+        """
+        outbox = Outbox(self._releases)
         attach = pb.Attach(
             protocol=PROTOCOL,
             job=self._assignment.job,
@@ -232,8 +237,9 @@ class RemoteEngine(Engine):
             yield bulk_encoding.encode([pb.Command(attach=attach)])
             yield from bulk_encoding.encode_all(outbox.take)
 
-        channel = WorkerChannel(address, self._environ)
-        return channel, channel.session(commands())
+        self._channel = WorkerChannel(address, self._environ, port)
+        self._call = self._channel.session(commands())
+        return outbox
 
     def _releases(self) -> pb.Command | None:
         """Return one command that frees everything released so far, or None."""
@@ -299,6 +305,12 @@ class RemoteEngine(Engine):
                     if answer.WhichOneof("kind") == "ended":
                         failure = answer.ended.failure
                         return _Loss(_ended(self._channel, failure.message), failure.code)
+                    # This is the first answer or none, so no command has been sent.
+                    if answer.WhichOneof("kind") == "moved":
+                        self._cut()
+                        self._channel.close()
+                        self._outbox = self._begin(self._assignment.address, answer.moved.port)
+                        return self._read_session()
                     self._handle(answer, data)
         except grpc.RpcError as broken:
             error = broken
@@ -376,26 +388,29 @@ class RemoteEngine(Engine):
         """
         assert self._resuming
         why = loss.error
-        for address in itertools.cycle((self._assignment.address, *self._resuming.spares)):
-            left = deadline - time.monotonic()
-            if left <= 0 or self._is_closing:
-                break
-            outbox = Outbox(self._releases)
-            self._channel, self._call = self._begin(address, outbox)
+        addresses = itertools.cycle((self._assignment.address, *self._resuming.spares))
+        address, port = next(addresses), 0
+        while (left := deadline - time.monotonic()) > 0 and not self._is_closing:
+            outbox = self._begin(address, port)
             # The worker may wait for the other replicas, and a connection may hang.
             timer = threading.Timer(left, self._call.cancel)
             timer.daemon = True
             timer.start()
+            port = 0
             try:
                 for (answer, _), *_ in self._call:
-                    return answer.attached.snapshot, outbox
+                    if answer.WhichOneof("kind") != "moved":
+                        return answer.attached.snapshot, outbox
+                    port = answer.moved.port
             except grpc.RpcError as error:
                 why = self._channel.explain(error)
             finally:
                 timer.cancel()
             outbox.cut()
             self._channel.close()
-            time.sleep(RETRY_S)
+            if not port:
+                address = next(addresses)
+                time.sleep(RETRY_S)
         raise WorkerLostError(
             f"{loss.error.what}; no worker has taken the job again within {self._resuming.wait_s:g} s: "
             f"{why.what}",

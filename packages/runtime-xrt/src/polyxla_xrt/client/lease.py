@@ -23,7 +23,7 @@ from polyxla_xrt.config.resuming import Resuming
 from polyxla_xrt.env import TPU_NUM_DEVICES
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.protocol.worker import KEY_BYTES, PROTOCOL, SILENCE_S, format_holder
+from polyxla_xrt.protocol.worker import KEY_BYTES, PROTOCOL, SILENCE_S, format_jobs
 
 TURN_S = 5.0
 """Longest wait for the cores of one of several workers, in seconds, before the next is tried."""
@@ -103,15 +103,14 @@ class Lease:
         self._on_wait, self._on_end = on_wait, on_end
         self._closed = threading.Event()
         self._request = _request(cores, wait_s, stall_timeout_s, pod, owner or JobOwner.current())
-        if resuming:
-            # The processes of the job know its key in advance, also for the next worker.
-            self._request.job = secrets.token_hex(KEY_BYTES)
+        self._request.resumable = resuming is not None
+        # The processes of the job know its key in advance, also for the next worker.
+        self.job = self._request.job = secrets.token_hex(KEY_BYTES)
         try:
             granted = self._wait_for(self._request)
         except BaseException:
             self._channel.close()
             raise
-        self.job: str = granted.job
         self.coordinator: str = granted.coordinator
         self._thread = threading.Thread(target=self._watch, name="polyxla-lease", daemon=True)
         self._thread.start()
@@ -124,30 +123,40 @@ class Lease:
         _check_cores(request.cores, found.cores, self._channel.address)
         started, wait_s = time.monotonic(), request.wait_s
         while True:
-            self._call = self._channel.call("Lease", request)
             try:
-                return self._granted()
+                reply = self._begin(request)
+                if reply.WhichOneof("kind") == "moved":
+                    self._connect(self._channel.address, reply.moved.port)
+                    reply = self._begin(request)
             except WorkerConnectError:
                 # The supervisor replaces a serving process that has failed, and the address answers again.
                 if time.monotonic() - started >= max(wait_s, REPLACED_S):
                     raise
+            else:
+                return reply.granted
+            self._connect(self._channel.address)
             # This blocks until the new process answers, so that the request below reaches it.
             self._channel.status(timeout_s=REPLACED_S)
             # The user's limit includes the time spent in the queue of the replaced process. The cores may be
             # held by the last request of this job, if the worker has not noticed the end of its connection.
             request.wait_s = max(UNNOTICED_S, started + wait_s - time.monotonic())
 
-    def _granted(self) -> pb.Granted:
+    def _connect(self, address: str, port: int = 0) -> None:
+        self._channel.close()
+        self._channel = WorkerChannel(address, self._environ, port)
+
+    def _begin(self, request: pb.LeaseRequest) -> pb.LeaseReply:
+        """Begin the call, and wait until it has the cores, or is moved to a process of the job's own."""
+        self._call = self._channel.call("Lease", request)
         try:
             # The loop ends with the grant and leaves the call open: the call itself is the lease, and
             # `_watch` reads on.
             for reply in self._call:
-                if reply.WhichOneof("kind") == "granted":
-                    granted: pb.Granted = reply.granted
-                    return granted
-                self._on_wait(
-                    f"waiting for {self._channel.where}, whose cores are held by {_format(reply.held)}"
-                )
+                found: pb.LeaseReply = reply
+                if found.WhichOneof("kind") != "held":
+                    return found
+                holders = format_jobs(found.held.jobs)
+                self._on_wait(f"waiting for {self._channel.where}, whose cores are held by {holders}")
         except grpc.RpcError as error:
             raise self._explain(error) from None
         raise WorkerLostError(
@@ -190,8 +199,7 @@ class Lease:
             left = deadline - time.monotonic()
             if left <= 0 or self._closed.is_set():
                 return False
-            self._channel.close()
-            self._channel = WorkerChannel(address, self._environ)
+            self._connect(address)
             # One that serves another job must not keep this one from the others.
             self._request.wait_s = left if len(addresses) == 1 else min(left, TURN_S)
             try:
@@ -257,11 +265,6 @@ def _request(
         request.host, request.coordinator = pod.host, pod.coordinator
         request.secret = pod.secret
     return request
-
-
-def _format(held: pb.Held) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(held.since))
-    return f"{format_holder(held.holder)} since {since}"
 
 
 def _check_cores(asked: int, there: int, address: str) -> None:

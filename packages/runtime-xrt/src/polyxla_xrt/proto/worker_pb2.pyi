@@ -52,7 +52,7 @@ class Holder(_message.Message):
     def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., user: _Optional[str] = ..., command: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("protocol", "holder", "cores", "wait_s", "stall_timeout_s", "workers", "worker", "host", "coordinator", "secret", "job")
+    __slots__ = ("protocol", "holder", "cores", "wait_s", "stall_timeout_s", "workers", "worker", "host", "coordinator", "secret", "job", "resumable")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class LeaseRequest(_message.Message):
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     holder: Holder
     cores: int
@@ -75,35 +76,54 @@ class LeaseRequest(_message.Message):
     coordinator: str
     secret: str
     job: str
-    def __init__(self, protocol: _Optional[int] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., cores: _Optional[int] = ..., wait_s: _Optional[float] = ..., stall_timeout_s: _Optional[float] = ..., workers: _Optional[int] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., secret: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+    resumable: bool
+    def __init__(self, protocol: _Optional[int] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., cores: _Optional[int] = ..., wait_s: _Optional[float] = ..., stall_timeout_s: _Optional[float] = ..., workers: _Optional[int] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., secret: _Optional[str] = ..., job: _Optional[str] = ..., resumable: bool = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("held", "granted")
+    __slots__ = ("held", "granted", "moved")
     HELD_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     held: Held
     granted: Granted
-    def __init__(self, held: _Optional[_Union[Held, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ...) -> None: ...
+    moved: Moved
+    def __init__(self, held: _Optional[_Union[Held, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
 
 class Held(_message.Message):
-    __slots__ = ("holder", "since")
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[Job]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+
+class Job(_message.Message):
+    __slots__ = ("holder", "since", "cores", "sessions", "memory_bytes")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     holder: Holder
     since: float
-    def __init__(self, holder: _Optional[_Union[Holder, _Mapping]] = ..., since: _Optional[float] = ...) -> None: ...
+    cores: int
+    sessions: int
+    memory_bytes: int
+    def __init__(self, holder: _Optional[_Union[Holder, _Mapping]] = ..., since: _Optional[float] = ..., cores: _Optional[int] = ..., sessions: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Granted(_message.Message):
-    __slots__ = ("job", "coordinator", "platform", "memory_limit_bytes")
-    JOB_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("coordinator", "platform", "memory_limit_bytes")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     PLATFORM_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    job: str
     coordinator: str
     platform: str
     memory_limit_bytes: int
-    def __init__(self, job: _Optional[str] = ..., coordinator: _Optional[str] = ..., platform: _Optional[str] = ..., memory_limit_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, coordinator: _Optional[str] = ..., platform: _Optional[str] = ..., memory_limit_bytes: _Optional[int] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("port",)
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    def __init__(self, port: _Optional[int] = ...) -> None: ...
 
 class Commands(_message.Message):
     __slots__ = ("commands",)
@@ -242,16 +262,18 @@ class Answers(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("attached", "executed", "part", "ended")
+    __slots__ = ("attached", "executed", "part", "ended", "moved")
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     EXECUTED_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     attached: Attached
     executed: Executed
     part: Part
     ended: Ended
-    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., executed: _Optional[_Union[Executed, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
+    moved: Moved
+    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., executed: _Optional[_Union[Executed, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("snapshot",)
@@ -335,15 +357,14 @@ class DrainRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "protocol", "platform", "cores", "draining", "job", "sessions", "memory_bytes", "waiting", "jobs_served", "up_s")
+    __slots__ = ("version", "protocol", "platform", "cores", "draining", "jobs", "max_jobs", "waiting", "jobs_served", "up_s")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PLATFORM_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_JOBS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     JOBS_SERVED_FIELD_NUMBER: _ClassVar[int]
     UP_S_FIELD_NUMBER: _ClassVar[int]
@@ -352,10 +373,9 @@ class StatusReply(_message.Message):
     platform: str
     cores: int
     draining: bool
-    job: Held
-    sessions: int
-    memory_bytes: int
+    jobs: _containers.RepeatedCompositeFieldContainer[Job]
+    max_jobs: int
     waiting: int
     jobs_served: int
     up_s: float
-    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., platform: _Optional[str] = ..., cores: _Optional[int] = ..., draining: bool = ..., job: _Optional[_Union[Held, _Mapping]] = ..., sessions: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., waiting: _Optional[int] = ..., jobs_served: _Optional[int] = ..., up_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., platform: _Optional[str] = ..., cores: _Optional[int] = ..., draining: bool = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., max_jobs: _Optional[int] = ..., waiting: _Optional[int] = ..., jobs_served: _Optional[int] = ..., up_s: _Optional[float] = ...) -> None: ...

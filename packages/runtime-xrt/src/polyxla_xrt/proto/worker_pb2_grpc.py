@@ -60,14 +60,16 @@ class WorkerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Lease(self, request, context):
-        """Leases the worker's cores to one job for exactly as long as the stream is open.
+        """Leases cores to one job for exactly as long as the stream is open. A worker of several jobs moves each to a
+        process of its own, where the same call leases them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Drives one process's cores. Commands run in order; none waits for an answer.
+        """Drives one process's cores. Commands run in order; none waits for an answer. A worker of several jobs moves
+        it to the job's process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

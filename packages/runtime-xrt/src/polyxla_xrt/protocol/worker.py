@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterable
 
 from polyxla.plugin import printable
 from polyxla_xrt.proto import worker_pb2 as pb
@@ -10,7 +12,7 @@ from polyxla_xrt.protocol.channels import peer_options
 
 SERVICE = "polyxla.xrt.worker.Worker"
 """The gRPC name of the service."""
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the messages. Increment it for any change that an older peer would misread."""
 KEY_BYTES = 16
 """Bytes of a job's key, which is written in hexadecimal digits."""
@@ -31,6 +33,15 @@ def format_holder(holder: pb.Holder) -> str:
     # Another user's terminal prints this text, so it must not contain control characters.
     text = f"{holder.user}@{holder.host} (pid {holder.pid}, {holder.command})"
     return printable(text).replace("\n", "\\n")
+
+
+def format_jobs(jobs: Iterable[pb.Job]) -> str:
+    """Format the jobs that hold a worker's cores for a message: who they are, and since when."""
+    return ", and by ".join(
+        f"{format_holder(job.holder)} since "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(job.since))}"
+        for job in jobs
+    )
 
 
 def array_bytes(width: int, dims: tuple[int, ...]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.outbox import Outbox
-from polyxla_xrt.protocol.worker import KEY_BYTES, format_holder
+from polyxla_xrt.protocol.worker import format_holder
 from polyxla_xrt.server.worker.session import MemoryBudget, Session, failure
 
 BROKEN_S = 5.0
@@ -57,15 +56,16 @@ class LeasedJob:
         make_engine: starts its engine; called at once, on a thread.
         close_s: longest wait for the engine to finish what the job left behind, in seconds; after that, it is
             given up.
-        key: the key of a job whose processes go on when it has lost a worker; empty for one that ends then.
+        key: secret that only the job's own processes know.
+        is_resumable: whether its processes begin again, on the worker that it has then, when it ends with
+            status UNAVAILABLE.
 
     Attributes:
-        key: secret that only the job's own processes know.
+        key: the key.
         since: when it got the cores, in seconds since 1970.
         budget: the memory of its arrays.
         ended: set once the job is over.
-        is_resumable: whether its processes begin again, on the worker that it has then, when it ends with
-            status UNAVAILABLE.
+        is_resumable: whether its processes begin again.
     """
 
     def __init__(
@@ -76,10 +76,12 @@ class LeasedJob:
         memory_limit_bytes: int,
         make_engine: Callable[[], Engine],
         close_s: float,
-        key: str = "",
+        key: str,
+        *,
+        is_resumable: bool = False,
     ) -> None:
-        self.key = key or secrets.token_hex(KEY_BYTES)
-        self.is_resumable = bool(key)
+        self.key = key
+        self.is_resumable = is_resumable
         self.holder = holder
         self.cores = cores
         self.coordinator = coordinator
@@ -108,10 +110,15 @@ class LeasedJob:
         """Why the job is over; empty while it runs."""
         return self._why or pb.Failure()
 
-    @property
-    def sessions(self) -> int:
-        """Number of attached processes."""
-        return len(self._processes)
+    def describe(self) -> pb.Job:
+        """Return the message that describes the job."""
+        return pb.Job(
+            holder=self.holder,
+            since=self.since,
+            cores=self.cores,
+            sessions=len(self._processes),
+            memory_bytes=self.budget.held_bytes,
+        )
 
     def attach(self, ordinal: int, cores: Sequence[int], outbox: Outbox, timeout_s: float) -> AttachedProcess:
         """Attach a process that drives some of the job's cores; blocks until the engine has started.

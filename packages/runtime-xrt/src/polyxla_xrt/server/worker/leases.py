@@ -1,14 +1,14 @@
-"""The queue for a worker's cores: the job that holds them, and those that wait."""
+"""The queue for a worker's cores: the jobs that hold them, and those that wait."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.server.worker.leased_job import LeasedJob
 
 MAX_WAITING = 32
 """Maximum number of waiting jobs."""
@@ -17,16 +17,34 @@ RETURNING_S = 30.0
 _POLL_S = 0.2
 
 
-class HeldError(Exception):
-    """Another job holds the cores, and the wait is over.
+class Job(Protocol):
+    """A job that holds cores.
 
-    Args:
-        held: the other job.
+    Attributes:
+        cores: how many.
+        ended: set once it is over, which is before it returns the cores.
     """
 
-    def __init__(self, held: pb.Held) -> None:
+    cores: int
+    ended: threading.Event
+
+    def describe(self) -> pb.Job:
+        """Return the message that describes it."""
+
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+class HeldError(Exception):
+    """Other jobs hold the cores, and the wait is over.
+
+    Args:
+        jobs: the other jobs.
+    """
+
+    def __init__(self, jobs: Sequence[pb.Job]) -> None:
         super().__init__()
-        self.held = held
+        self.jobs = jobs
 
 
 class DrainingError(Exception):
@@ -37,17 +55,22 @@ class QueueFullError(Exception):
     """`MAX_WAITING` jobs already wait."""
 
 
-class Leases:
-    """Grants the cores to one job at a time, first come, first served. Thread-safe.
+class Leases(Generic[JobT]):
+    """Grants cores to jobs, first come, first served. Thread-safe.
+
+    Args:
+        cores: number of cores.
+        max_jobs: the most jobs that may hold cores at once.
 
     Attributes:
-        served: number of jobs that have had the cores.
+        served: number of jobs that have had cores.
         is_draining: whether the worker refuses new jobs.
-        idle_since: when the last job returned the cores, on `time.monotonic`'s clock.
+        idle_since: when the last job returned its cores, on `time.monotonic`'s clock.
     """
 
-    def __init__(self) -> None:
-        self._job: LeasedJob | None = None
+    def __init__(self, cores: int, max_jobs: int = 1) -> None:
+        self._cores, self._max_jobs = cores, max_jobs
+        self._jobs: list[JobT] = []
         self._queue: deque[object] = deque()
         self._changed = threading.Condition()
         self.served = 0
@@ -55,9 +78,9 @@ class Leases:
         self.idle_since = time.monotonic()
 
     @property
-    def job(self) -> LeasedJob | None:
-        """The job that holds the cores, or has ended and not yet released them."""
-        return self._job
+    def jobs(self) -> tuple[JobT, ...]:
+        """The jobs that hold cores; they may have ended and not yet returned them."""
+        return tuple(self._jobs)
 
     @property
     def waiting(self) -> int:
@@ -66,14 +89,16 @@ class Leases:
 
     def acquire(
         self,
-        make: Callable[[], LeasedJob],
+        make: Callable[[], JobT],
+        cores: int,
         wait_s: float,
         gone: Callable[[], bool],
-    ) -> LeasedJob | None:
-        """Wait for the cores, and create the job that gets them.
+    ) -> JobT | None:
+        """Wait for cores, and create the job that gets them.
 
         Args:
             make: creates the job; called when the cores are free.
+            cores: how many it gets.
             wait_s: longest wait for another job's end, in seconds.
             gone: returns whether the client that waits has gone.
 
@@ -81,7 +106,7 @@ class Leases:
             The job; None if the client has gone.
 
         Raises:
-            HeldError: another job held the cores the whole time.
+            HeldError: other jobs held the cores the whole time.
             DrainingError: the worker takes no more jobs.
             QueueFullError: too many jobs already wait.
         """
@@ -96,18 +121,20 @@ class Leases:
                         raise DrainingError
                     if gone():
                         return None
-                    # Waiting threads wake in any order; only the first ticket gets the cores.
-                    if self._job is None and self._queue[0] is ticket:
-                        # If this raises, `_job` is still None, and the cores go to the next ticket.
-                        self._job = make()
+                    # Waiting threads wake in any order; only the first ticket gets cores. So a job that needs
+                    # many does not starve behind small ones.
+                    if self._queue[0] is ticket and self._are_free(cores):
+                        # If this raises, no cores are held, and they go to the next ticket.
+                        self._jobs.append(job := make())
                         self.served += 1
-                        return self._job
-                    # An ended job is about to release the cores: even a client that does not wait gets them.
+                        return job
+                    # An ended job is about to return its cores: even a client that does not wait gets them.
                     limit_s = wait_s
-                    if self._job is not None and self._job.ended.is_set():
+                    if any(job.ended.is_set() for job in self._jobs):
                         limit_s = max(wait_s, RETURNING_S)
                     if time.monotonic() - started >= limit_s:
-                        raise HeldError(self._held())
+                        holders = self.jobs
+                        break
                     # The wait has a timeout, because neither `gone` nor the end of a job notifies the
                     # condition.
                     self._changed.wait(_POLL_S)
@@ -116,17 +143,21 @@ class Leases:
                 self._queue.remove(ticket)
                 self._changed.notify_all()
 
-    def _held(self) -> pb.Held:
-        job = self._job
-        # The cores may be free and yet go to an earlier ticket, whose job does not exist so far.
-        return held(job) if job is not None else pb.Held(holder=pb.Holder(user="a job that waits as well"))
+        # This is outside of the lock: describing a job may take a moment. Free cores may go to an earlier
+        # ticket, whose job does not exist so far.
+        waits_as_well = pb.Job(holder=pb.Holder(user="a job that waits as well"))
+        raise HeldError([job.describe() for job in holders] or [waits_as_well])
 
-    def give_back(self, job: LeasedJob) -> None:
+    def _are_free(self, cores: int) -> bool:
+        held = sum(job.cores for job in self._jobs)
+        return len(self._jobs) < self._max_jobs and held + cores <= self._cores
+
+    def give_back(self, job: JobT) -> None:
         """Return a job's cores, which the next job gets."""
         with self._changed:
-            # An old job must not return cores that another job holds by now.
-            if self._job is job:
-                self._job = None
+            # A job that had none, or has returned them, changes nothing.
+            if job in self._jobs:
+                self._jobs.remove(job)
                 self.idle_since = time.monotonic()
                 self._changed.notify_all()
 
@@ -135,8 +166,3 @@ class Leases:
         with self._changed:
             self.is_draining = True
             self._changed.notify_all()
-
-
-def held(job: LeasedJob) -> pb.Held:
-    """Return the message that describes the job that holds the cores."""
-    return pb.Held(holder=job.holder, since=job.since)

@@ -13,12 +13,19 @@ from polyxla_xrt.proto import worker_pb2 as pb
 _GAUGES: dict[str, tuple[str, Callable[[pb.StatusReply], float]]] = {
     "polyxla_worker_cores": ("Cores of this worker.", lambda status: status.cores),
     "polyxla_worker_cores_held": (
-        "Whether a job holds the cores.",
-        lambda status: float(status.HasField("job")),
+        "Cores that jobs hold.",
+        lambda status: sum(job.cores for job in status.jobs),
     ),
-    "polyxla_worker_sessions": ("Processes that drive cores.", lambda status: status.sessions),
-    "polyxla_worker_jobs_waiting": ("Jobs that wait for the cores.", lambda status: status.waiting),
-    "polyxla_worker_array_bytes": ("Memory of the job's arrays.", lambda status: status.memory_bytes),
+    "polyxla_worker_jobs_running": ("Jobs that hold cores.", lambda status: len(status.jobs)),
+    "polyxla_worker_sessions": (
+        "Processes that drive cores.",
+        lambda status: sum(job.sessions for job in status.jobs),
+    ),
+    "polyxla_worker_jobs_waiting": ("Jobs that wait for cores.", lambda status: status.waiting),
+    "polyxla_worker_array_bytes": (
+        "Memory of the jobs' arrays.",
+        lambda status: sum(job.memory_bytes for job in status.jobs),
+    ),
     "polyxla_worker_draining": (
         "Whether the worker refuses new jobs.",
         lambda status: float(status.draining),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,7 +23,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_decoding
 from polyxla_xrt.protocol.channels import server_options
-from polyxla_xrt.protocol.worker import OPTIONS, SERVICE, format_holder
+from polyxla_xrt.protocol.worker import OPTIONS, SERVICE
 from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.leases import MAX_WAITING
 from polyxla_xrt.server.worker.platforms.cpu import CpuEngines
@@ -30,7 +32,8 @@ from polyxla_xrt.server.worker.platforms.library import Library
 from polyxla_xrt.server.worker.platforms.plugin import PluginEngines, ReopenedEngines
 from polyxla_xrt.server.worker.platforms.tpu_slice import SliceEngines
 from polyxla_xrt.server.worker.security import Security
-from polyxla_xrt.server.worker.service import WorkerServicer
+from polyxla_xrt.server.worker.service import LeasingServicer, WorkerServicer
+from polyxla_xrt.server.worker.shared import ASK, MAX_LINE_BYTES, Fork, SharedServicer
 
 LEAVE_S = 5.0
 """Longest wait for a job's calls to end after its error, in seconds; less than the supervisor's."""
@@ -45,12 +48,6 @@ _IDLE_POLL_S = 0.5
 
 _log = logging.getLogger("polyxla.worker")
 
-_SERVER_OPTIONS = (
-    *OPTIONS,
-    # The supervisor holds the port, and each serving process shares it.
-    ("grpc.so_reuseport", 1),
-)
-
 
 @dataclass(frozen=True)
 class ServingOptions:
@@ -64,6 +61,9 @@ class ServingOptions:
         memory_limit_bytes: limit of a job's arrays; None for the memory of the cores.
         metrics_address: ``host:port`` for Prometheus; None for no metrics.
         idle_exit_s: exit after this many seconds without a job; None to stay.
+        max_jobs: the most jobs that may hold cores at once; several have a process each.
+        job_ports: the ports at which these processes may listen; 0 for any free one.
+        only: key of the job whose process this is; None for a worker.
         started: when the worker was started, on `time.monotonic`'s clock.
     """
 
@@ -74,6 +74,9 @@ class ServingOptions:
     memory_limit_bytes: int | None = None
     metrics_address: str | None = None
     idle_exit_s: float | None = None
+    max_jobs: int = 1
+    job_ports: Sequence[int] = (0,)
+    only: str | None = None
     started: float = field(default_factory=time.monotonic)
 
 
@@ -107,13 +110,21 @@ def open_engines(
     return ReopenedEngines(library, before, lambda: open_cores(before.cores), lambda: end_with(UNOPENED))
 
 
-def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None]) -> int:
+def serve(
+    serving: ServingOptions,
+    engines: JobEngines,
+    ready: Callable[[int], None],
+    fork: Fork | None = None,
+    line: socket.socket | None = None,
+) -> int:
     """Serve until the end; return the exit code. Runs in the main thread of the serving process.
 
     Args:
         serving: how to serve.
         engines: the cores.
-        ready: called when clients can connect.
+        ready: called with the port when clients can connect.
+        fork: starts the process of a job; None if this process serves the jobs itself.
+        line: the line to the process that granted the cores of this one; None in that process.
     """
     ended = threading.Event()
     codes: list[int] = []
@@ -128,8 +139,18 @@ def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None
     # From here on, SIGTERM ends the running job with a reason, instead of killing the process.
     signal.signal(signal.SIGTERM, lambda *_: end(0))
     limit = serving.memory_limit_bytes or engines.served.memory_bytes
-    servicer = WorkerServicer(engines, limit, serving.started, lambda: end(REPLACE), lambda: end(0))
-    server = _server(serving, servicer, engines.served.cores)
+    servicer: LeasingServicer[Any]
+    if fork:
+        servicer = SharedServicer(engines, serving, limit, fork, lambda: end(0))
+    else:
+        alone = servicer = WorkerServicer(
+            engines, limit, serving.started, lambda: end(REPLACE), lambda: end(0), serving.only
+        )
+        # This needs a thread of its own: `lose_cores` sleeps, and the thread of the link must not wait.
+        engines.lost.add_done_callback(
+            lambda lost: threading.Thread(target=alone.lose_cores, args=(lost.result(),), daemon=True).start()
+        )
+    server, port = _server(serving, servicer, engines.served.cores)
     if serving.metrics_address:
         from polyxla_xrt.server.worker import metrics
 
@@ -139,34 +160,44 @@ def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None
     server.start()
     # Clients can connect now, so the supervisor may close the connections that still wait in the sockets of
     # the last process.
-    ready()
-    # This needs a thread of its own: `lose_cores` sleeps, and the thread of the link must not wait.
-    engines.lost.add_done_callback(
-        lambda lost: threading.Thread(target=servicer.lose_cores, args=(lost.result(),), daemon=True).start()
-    )
+    ready(port)
+    if line:
+        threading.Thread(target=_answer, args=(line, servicer, end), name="polyxla-line", daemon=True).start()
     ended.wait()
-    if job := servicer.leases.job:
+    if servicer.leases.jobs:
         # This process ends before the job's engine is closed, and with it the log of the lease's return.
-        _log.info(
-            "ending a job: the worker was stopped", extra={"event": {"holder": format_holder(job.holder)}}
-        )
-        job.end(PjrtError(Code.UNAVAILABLE, f"the worker at {serving.address} was stopped"))
+        _log.info("ending %d job(s): the worker was stopped", len(servicer.leases.jobs))
+    # The grace lets the calls of the jobs carry the reason to their processes before they are cut.
+    servicer.stop(PjrtError(Code.UNAVAILABLE, f"the worker at {serving.address} was stopped"), LEAVE_S)
     if codes[0] == REPLACE:
         # Its job has been notified before. The server is not stopped: that would end the listening sockets,
         # in which the supervisor lets connections wait for the successor.
         return REPLACE
-    # The grace lets the calls of the job carry the reason to its processes before they are cut.
     server.stop(LEAVE_S).wait(LEAVE_S)
     return codes[0]
 
 
-def _server(serving: ServingOptions, servicer: WorkerServicer, cores: int) -> Any:
+def _answer(line: socket.socket, servicer: LeasingServicer[Any], end: Callable[[int], None]) -> None:
+    """Describe the job of this process whenever it is asked to, and end with the line."""
+    with contextlib.suppress(OSError):
+        while message := line.recv(MAX_LINE_BYTES):
+            if message == ASK:
+                line.send(servicer.status().SerializeToString())
+                continue
+            why = pb.Failure.FromString(message)
+            servicer.stop(PjrtError(why.code, why.message), 0.0)
+    end(0)
+
+
+def _server(serving: ServingOptions, servicer: LeasingServicer[Any], cores: int) -> tuple[Any, int]:
+    """Return a server that listens, and its port."""
     # A lease, a waiting lease and a session each occupy a thread for their whole life.
     threads = cores + MAX_WAITING + _SPARE_CALLS
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="polyxla-call"),
         interceptors=[*serving.security.interceptors(), MalformedRequests()],
-        options=(*_SERVER_OPTIONS, *server_options(threads)),
+        # The supervisor holds the port of a worker, and each serving process shares it.
+        options=(*OPTIONS, ("grpc.so_reuseport", int(serving.only is None)), *server_options(threads)),
         # A call beyond this limit fails at once: queued inside gRPC, it would hang without a reason.
         maximum_concurrent_rpcs=threads,
     )
@@ -176,11 +207,10 @@ def _server(serving: ServingOptions, servicer: WorkerServicer, cores: int) -> An
     for name in ("", SERVICE):
         checker.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    serving.security.listen(server, serving.address)
-    return server
+    return server, serving.security.listen(server, serving.address)
 
 
-def _handlers(servicer: WorkerServicer) -> dict[str, Any]:
+def _handlers(servicer: LeasingServicer[Any]) -> dict[str, Any]:
     """Return the handlers that protoc would generate, except that a session's bulk data is not copied."""
     return {
         "Lease": grpc.unary_stream_rpc_method_handler(
@@ -196,17 +226,17 @@ def _handlers(servicer: WorkerServicer) -> dict[str, Any]:
     }
 
 
-def _watch_idle(servicer: WorkerServicer, idle_exit_s: float, end: Callable[[int], None]) -> None:
+def _watch_idle(servicer: LeasingServicer[Any], idle_exit_s: float, end: Callable[[int], None]) -> None:
     while True:
         time.sleep(_IDLE_POLL_S)
         leases = servicer.leases
-        if not leases.job and not leases.waiting and time.monotonic() - leases.idle_since > idle_exit_s:
+        if not leases.jobs and not leases.waiting and time.monotonic() - leases.idle_since > idle_exit_s:
             _log.info("exiting: no job for %g s", idle_exit_s)
             end(0)
             return
 
 
-def end_with(code: int) -> None:
+def end_with(code: int) -> NoReturn:
     """End this process at once: the engine's threads may be in C++ code that cannot be interrupted."""
     sys.stdout.flush()
     sys.stderr.flush()

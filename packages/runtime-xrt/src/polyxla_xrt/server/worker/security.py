@@ -95,17 +95,19 @@ class Security:
         _check_pem(self.cert, self.key, self.client_ca)
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
-    def listen(self, server: grpc.Server, address: str) -> None:
-        """Open a server's port, encrypted if there is a certificate.
+    def listen(self, server: grpc.Server, address: str) -> int:
+        """Open a server's port, encrypted if there is a certificate; return it.
 
         Raises:
             RuntimeError: gRPC cannot bind the address.
         """
         credentials = self.credentials()
+        port: int
         if credentials:
-            server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, credentials)
         else:
-            server.add_insecure_port(address)
+            port = server.add_insecure_port(address)
+        return port
 
     def interceptors(self) -> list[grpc.ServerInterceptor]:
         """Return the interceptors that reject calls without the token."""

@@ -1,4 +1,4 @@
-"""The gRPC calls of a worker: each checks its request and leaves the rest to `Leases` and `LeasedJob`."""
+"""The gRPC calls of a worker: each checks its request and leaves the rest to `Leases` and the jobs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import re
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from importlib.metadata import version
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import grpc
 
@@ -25,11 +26,11 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.bulk_decoding import Decoded
 from polyxla_xrt.protocol.outbox import Outbox
-from polyxla_xrt.protocol.worker import KEY_BYTES, PROTOCOL, SILENCE_S, format_holder
+from polyxla_xrt.protocol.worker import KEY_BYTES, PROTOCOL, SILENCE_S, format_holder, format_jobs
 from polyxla_xrt.server.worker import glibc_memory
 from polyxla_xrt.server.worker.incoming_array import MisuseError
 from polyxla_xrt.server.worker.leased_job import AttachedProcess, LeasedJob
-from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, QueueFullError, held
+from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Job, Leases, QueueFullError
 from polyxla_xrt.server.worker.platforms.engines import JobEngines
 
 ATTACH_S = 110.0
@@ -50,34 +51,59 @@ _log = logging.getLogger("polyxla.worker")
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 
 
-class WorkerServicer:
-    """Answers the calls of `polyxla.xrt.worker.Worker`; each method has the name of its call.
+class KeyedJob(Job, Protocol):
+    """A job that its processes name by a secret.
+
+    Attributes:
+        key: the secret.
+    """
+
+    key: str
+
+    def end(self, error: PjrtError) -> None:
+        """End the job; its processes receive the reason. Only the first reason counts."""
+
+
+JobT = TypeVar("JobT", bound=KeyedJob)
+
+
+class LeasingServicer(ABC, Generic[JobT]):
+    """The calls of every worker; each method has the name of its call in `polyxla.xrt.worker.Worker`.
 
     Args:
         engines: the cores.
-        memory_limit_bytes: limit of a job's arrays.
+        leases: the queue for them.
         started: when the worker was started, on `time.monotonic`'s clock.
-        give_up: called when this process must be replaced to free a job's engine.
         on_idle: called when a draining worker has no job left.
+
+    Attributes:
+        leases: the queue.
     """
 
+    max_jobs = 1
+
     def __init__(
-        self,
-        engines: JobEngines,
-        memory_limit_bytes: int,
-        started: float,
-        give_up: Callable[[], None],
-        on_idle: Callable[[], None],
+        self, engines: JobEngines, leases: Leases[JobT], started: float, on_idle: Callable[[], None]
     ) -> None:
-        self.leases = Leases()
+        self.leases = leases
         self._engines = engines
-        self._memory_limit_bytes = memory_limit_bytes
         self._started = started
-        self._give_up = give_up
         self._on_idle = on_idle
 
+    @abstractmethod
+    def _make(self, request: pb.LeaseRequest) -> JobT:
+        """Begin the job of a request that has got its cores; called under the lock of the queue."""
+
+    @abstractmethod
+    def _hold(self, job: JobT, context: Any) -> Iterator[pb.LeaseReply]:
+        """Yield the replies to the client whose job has got its cores; end with the lease."""
+
+    @abstractmethod
+    def Session(self, requests: Iterator[Iterable[Decoded]], context: Any) -> Iterator[bytes]:  # noqa: N802
+        """Carry out the commands of one process of a job; yield the answers that travel together."""
+
     def Lease(self, request: pb.LeaseRequest, context: Any) -> Iterator[pb.LeaseReply]:  # noqa: N802
-        """Hold the cores for a job until its launcher ends the call.
+        """Hold cores for a job until its launcher ends the call.
 
         The call occupies a thread for the job's whole life, and its end is the only way in which the worker
         learns that a launcher died.
@@ -89,8 +115,8 @@ class WorkerServicer:
 
     def _wait_for_cores(
         self, request: pb.LeaseRequest, context: Any
-    ) -> Generator[pb.LeaseReply, None, LeasedJob | None]:
-        """Yield the current holder, once, if there is one; return the job, or None if the client has gone."""
+    ) -> Generator[pb.LeaseReply, None, JobT | None]:
+        """Yield the holders, once, if there are any; return the job, or None if the client has gone."""
         try:
             if request.wait_s:
                 # The first attempt does not wait, so that the client learns whom it waits for before the wait
@@ -98,11 +124,10 @@ class WorkerServicer:
                 try:
                     return self._acquire(request, 0.0, context)
                 except HeldError as error:
-                    yield pb.LeaseReply(held=error.held)
+                    yield pb.LeaseReply(held=pb.Held(jobs=error.jobs))
             return self._acquire(request, request.wait_s, context)
         except HeldError as error:
-            since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(error.held.since))
-            text = f"the worker's cores are held by {format_holder(error.held.holder)} since {since}"
+            text = f"the worker's cores are held by {format_jobs(error.jobs)}"
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _details(text))
         except DrainingError:
             # The status is not UNAVAILABLE, which clients would retry as a worker that is starting.
@@ -111,26 +136,33 @@ class WorkerServicer:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many jobs wait for this worker's cores")
         raise AssertionError("abort raises")
 
-    def _hold(self, job: LeasedJob, context: Any) -> Iterator[pb.LeaseReply]:
-        """Yield the grant, wait for the job's end, and end the call with the reason."""
-        try:
-            # `add_callback` returns False if the call has ended, and then never calls the function.
-            if not context.add_callback(lambda: job.end(_gone(job))):
-                return
-            yield pb.LeaseReply(
-                granted=pb.Granted(
-                    job=job.key,
-                    coordinator=job.coordinator,
-                    platform=self._engines.served.platform,
-                    memory_limit_bytes=self._memory_limit_bytes,
-                )
-            )
-            job.ended.wait()
-        finally:
-            # Closing the engine takes seconds, so it happens on another thread, and the client gets the
-            # reason at once.
-            threading.Thread(target=self._retire, args=(job,), name="polyxla-retire", daemon=True).start()
-        _abort(context, job.why)
+    def _acquire(self, request: pb.LeaseRequest, wait_s: float, context: Any) -> JobT | None:
+        # A job that asks again has lost its connection, which this worker may notice much later.
+        if before := self._job(request.job):
+            before.end(PjrtError(Code.UNAVAILABLE, "the job has begun again on this worker"))
+
+        return self.leases.acquire(
+            lambda: self._make(request), request.cores, wait_s, lambda: not context.is_active()
+        )
+
+    def _job(self, key: str) -> JobT | None:
+        """Return the job with this key; None if it holds no cores."""
+        # The comparison takes constant time, so that the key cannot be guessed byte by byte. It compares
+        # bytes, because it rejects a text that is not ASCII, and a client may send any text.
+        found = [job for job in self.leases.jobs if hmac.compare_digest(job.key.encode(), key.encode())]
+        return found[0] if found else None
+
+    def _attached_job(self, attach: pb.Attach, context: Any) -> JobT:
+        """Return the job that a process attaches to."""
+        _check_protocol(attach.protocol, context)
+        if (job := self._job(attach.job)) is None:
+            _abort(context, pb.Failure(code=Code.NOT_FOUND, message="there is no such job on this worker"))
+        return job
+
+    def _give_back(self, job: JobT) -> None:
+        self.leases.give_back(job)
+        if self.leases.is_draining and not self.leases.jobs:
+            self._on_idle()
 
     def _check_lease(self, request: pb.LeaseRequest, context: Any) -> None:
         _check_protocol(request.protocol, context)
@@ -144,7 +176,7 @@ class WorkerServicer:
             len(value) > MAX_NAME_CHARS for _, value in request.holder.ListFields() if isinstance(value, str)
         ):
             text = f"a job's host, user and command may have at most {MAX_NAME_CHARS} characters each"
-        elif request.job and not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", request.job):
+        elif not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", request.job):
             text = f"a job's key must be {2 * KEY_BYTES} hexadecimal digits"
         else:
             text = self._engines.refusal(request) or _pod_problem(request)
@@ -153,37 +185,123 @@ class WorkerServicer:
             # error.
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
 
+    def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
+        """Return what is served, and which jobs hold cores."""
+        return self.status()
+
+    def Drain(self, request: pb.DrainRequest, context: Any) -> pb.StatusReply:  # noqa: N802
+        """Refuse new jobs, and exit after those that run."""
+        self.leases.drain()
+        if not self.leases.jobs:
+            # The delay lets the caller get its answer first.
+            threading.Timer(0.5, self._on_idle).start()
+        return self.status()
+
+    def status(self) -> pb.StatusReply:
+        """Return the reply to `Status`."""
+        return pb.StatusReply(
+            version=version("polyxla-runtime-xrt"),
+            protocol=PROTOCOL,
+            platform=self._engines.served.platform,
+            cores=self._engines.served.cores,
+            draining=self.leases.is_draining,
+            jobs=[job.describe() for job in self.leases.jobs],
+            max_jobs=self.max_jobs,
+            waiting=self.leases.waiting,
+            jobs_served=self.leases.served,
+            up_s=time.monotonic() - self._started,
+        )
+
+    def stop(self, error: PjrtError, timeout_s: float) -> None:
+        """End the jobs, because this process is about to end.
+
+        Args:
+            error: the reason.
+            timeout_s: longest wait for jobs in other processes, in seconds.
+        """
+        for job in self.leases.jobs:
+            job.end(error)
+
+
+class WorkerServicer(LeasingServicer[LeasedJob]):
+    """A worker that serves one job at a time, in this process.
+
+    Args:
+        engines: the cores.
+        memory_limit_bytes: limit of a job's arrays.
+        started: when the worker was started, on `time.monotonic`'s clock.
+        give_up: called when this process must be replaced to free a job's engine.
+        on_idle: called when a draining worker has no job left.
+        only: key of the only job that this process serves, which ends after it; None for every job.
+    """
+
+    def __init__(
+        self,
+        engines: JobEngines,
+        memory_limit_bytes: int,
+        started: float,
+        give_up: Callable[[], None],
+        on_idle: Callable[[], None],
+        only: str | None = None,
+    ) -> None:
+        super().__init__(engines, Leases(engines.served.cores), started, on_idle)
+        self._memory_limit_bytes = memory_limit_bytes
+        self._give_up = give_up
+        self._only = only
+
+    def _make(self, request: pb.LeaseRequest) -> LeasedJob:
+        # The port is chosen when the cores are free: another process could take it during a long wait.
+        coordinator = coordinator_address(request)
+        # The engine starts on a thread of its own, because this function runs under the lock of the queue.
+        job = LeasedJob(
+            request.holder,
+            request.cores,
+            coordinator,
+            self._memory_limit_bytes,
+            lambda: self._engines.start(request, coordinator, lambda text: job.end(_stalled(text))),
+            self._engines.close_s,
+            request.job,
+            is_resumable=request.resumable,
+        )
+        who = format_holder(request.holder)
+        _log.info("lease granted", extra={"event": {"holder": who, "cores": request.cores}})
+        return job
+
     def _acquire(self, request: pb.LeaseRequest, wait_s: float, context: Any) -> LeasedJob | None:
-        # A job that asks again has lost its connection, which this worker may notice much later.
-        if (before := self.leases.job) and _is_key(before, request.job):
-            before.end(PjrtError(Code.UNAVAILABLE, "the job has begun again on this worker"))
+        if self._only is not None and not hmac.compare_digest(self._only.encode(), request.job.encode()):
+            context.abort(grpc.StatusCode.NOT_FOUND, "this process serves another job")
+        job = super()._acquire(request, wait_s, context)
+        if self._only is not None:
+            self.leases.drain()
+        return job
 
-        def make() -> LeasedJob:
-            # The port is chosen when the cores are free: another process could take it during a long wait.
-            coordinator = coordinator_address(request)
-            # The engine starts on a thread of its own, because this function runs under the lock of the
-            # queue.
-            job = LeasedJob(
-                request.holder,
-                request.cores,
-                coordinator,
-                self._memory_limit_bytes,
-                lambda: self._engines.start(request, coordinator, lambda text: job.end(_stalled(text))),
-                self._engines.close_s,
-                request.job,
+    def _hold(self, job: LeasedJob, context: Any) -> Iterator[pb.LeaseReply]:
+        # The end of the call is the end of the job.
+        try:
+            # `add_callback` returns False if the call has ended, and then never calls the function.
+            if not context.add_callback(lambda: job.end(_gone(job))):
+                return
+            yield pb.LeaseReply(
+                granted=pb.Granted(
+                    coordinator=job.coordinator,
+                    platform=self._engines.served.platform,
+                    memory_limit_bytes=self._memory_limit_bytes,
+                )
             )
-            who = format_holder(request.holder)
-            _log.info("lease granted", extra={"event": {"holder": who, "cores": request.cores}})
-            return job
-
-        return self.leases.acquire(make, wait_s, lambda: not context.is_active())
+            job.ended.wait()
+        finally:
+            # Closing the engine takes seconds, so it happens on another thread, and the client gets the
+            # reason at once.
+            threading.Thread(target=self._retire, args=(job,), name="polyxla-retire", daemon=True).start()
+        _abort(context, job.why)
 
     def _retire(self, job: LeasedJob) -> None:
         """Close a job's engine and return its cores; if that is impossible, have this process replaced."""
         seconds = round(time.time() - job.since, 3)
         is_free = job.close()
         glibc_memory.trim()
-        _log.info("lease returned", extra={"event": {"why": job.why.message, "seconds": seconds}})
+        left = {"seconds": seconds, "left_bytes": job.budget.held_bytes}
+        _log.info("lease returned", extra={"event": {"why": job.why.message, **left}})
         if not is_free and not self.leases.is_draining:
             _log.warning("a program of the job cannot be stopped: replacing this process")
             time.sleep(NOTIFY_S)
@@ -191,10 +309,7 @@ class WorkerServicer:
             self._give_up()
             return
         # A draining worker exits in any case, which also ends a program that cannot be stopped.
-        if is_free:
-            self.leases.give_back(job)
-        if self.leases.is_draining:
-            self._on_idle()
+        self._give_back(job)
 
     def lose_cores(self, why: str) -> None:
         """End the job, if there is one, and have this process replaced.
@@ -203,7 +318,7 @@ class WorkerServicer:
             why: what happened to the cores.
         """
         # The job ends first, so that its processes receive the reason while this process can still send it.
-        if job := self.leases.job:
+        for job in self.leases.jobs:
             job.end(PjrtError(Code.ABORTED, why))
         _log.warning("%s: replacing this process", why)
         time.sleep(NOTIFY_S)
@@ -217,7 +332,7 @@ class WorkerServicer:
         last command, the job closes it when it is over, or gRPC cuts it when the connection is lost.
         """
         outbox = Outbox()
-        attach = _attach_command(requests, context)
+        attach = attach_command(requests, context)
         # This waits until the engine has started, so that the reader finds a session.
         job, process, snapshot = self._attach(attach, outbox, context)
         reader = threading.Thread(
@@ -237,10 +352,7 @@ class WorkerServicer:
         self, attach: pb.Attach, outbox: Outbox, context: Any
     ) -> tuple[LeasedJob, AttachedProcess, int]:
         """Return the job, the process, and the snapshot that it goes back to."""
-        _check_protocol(attach.protocol, context)
-        job = self.leases.job
-        if job is None or not _is_key(job, attach.job):
-            _abort(context, pb.Failure(code=Code.NOT_FOUND, message="there is no such job on this worker"))
+        job = self._attached_job(attach, context)
         snapshot = attach.snapshot if attach.HasField("snapshot") else None
         try:
             process = job.attach(attach.ordinal, attach.cores, outbox, ATTACH_S)
@@ -253,35 +365,6 @@ class WorkerServicer:
             known = as_pjrt_error(error)
             _abort(context, pb.Failure(code=known.code, message=known.message))
         return job, process, agreed
-
-    def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
-        """Return what is served, and which job holds it."""
-        return self.status()
-
-    def Drain(self, request: pb.DrainRequest, context: Any) -> pb.StatusReply:  # noqa: N802
-        """Refuse new jobs, and exit after the one that runs."""
-        self.leases.drain()
-        if self.leases.job is None:
-            # The delay lets the caller get its answer first.
-            threading.Timer(0.5, self._on_idle).start()
-        return self.status()
-
-    def status(self) -> pb.StatusReply:
-        """Return the reply to `Status`."""
-        job = self.leases.job
-        return pb.StatusReply(
-            version=version("polyxla-runtime-xrt"),
-            protocol=PROTOCOL,
-            platform=self._engines.served.platform,
-            cores=self._engines.served.cores,
-            draining=self.leases.is_draining,
-            job=held(job) if job else None,
-            sessions=job.sessions if job else 0,
-            memory_bytes=job.budget.held_bytes if job else 0,
-            waiting=self.leases.waiting,
-            jobs_served=self.leases.served,
-            up_s=time.monotonic() - self._started,
-        )
 
 
 def _read(requests: Iterator[Iterable[Decoded]], job: LeasedJob, process: AttachedProcess) -> None:
@@ -310,7 +393,8 @@ def _read(requests: Iterator[Iterable[Decoded]], job: LeasedJob, process: Attach
         process.outbox.close()
 
 
-def _attach_command(requests: Iterator[Iterable[Decoded]], context: Any) -> pb.Attach:
+def attach_command(requests: Iterator[Iterable[Decoded]], context: Any) -> pb.Attach:
+    """Return the first command of a session; abort the call if it is none."""
     # A client that sends no command would occupy a thread of the server for as long as it likes.
     timer = threading.Timer(ATTACH_COMMAND_S, context.cancel)
     timer.daemon = True
@@ -367,12 +451,6 @@ def _details(text: str) -> str:
 def _gone(job: LeasedJob) -> PjrtError:
     code = Code.UNAVAILABLE if job.is_resumable else Code.CANCELLED
     return PjrtError(code, "the job's launcher has ended, or was unreachable")
-
-
-def _is_key(job: LeasedJob, text: str) -> bool:
-    # The comparison takes constant time, so that the key cannot be guessed byte by byte. It compares bytes,
-    # because it rejects a text that is not ASCII, and a client may send any text.
-    return hmac.compare_digest(job.key.encode(), text.encode())
 
 
 def _stalled(text: str) -> PjrtError:

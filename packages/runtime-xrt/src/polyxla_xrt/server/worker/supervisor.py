@@ -1,8 +1,9 @@
-"""The worker's main process: it holds the port, and forks the process that serves.
+"""The worker's main process: it holds the port, and forks the processes that serve.
 
 A program that waits for a dead replica can only be stopped by ending its process, and a broken program may
 crash it. So the serving process is a fork that can be replaced at any time, while the user's process stays.
-The supervisor imports what serving needs, once, and starts no thread, so that it can fork.
+Where several jobs hold cores at once, each has another fork, which ends with it. The supervisor imports what
+serving needs, once, and starts no thread, so that it can fork.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from polyxla import UsageError
+from polyxla.plugin import update_environ
 from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.config.own_token import published
+from polyxla_xrt.env import TF_CPP_MIN_LOG_LEVEL
 from polyxla_xrt.server.worker import glibc_memory, process
 from polyxla_xrt.server.worker.platforms.engines import Served
 from polyxla_xrt.server.worker.platforms.slice_link import link_address
@@ -44,6 +47,7 @@ REOPEN_POLL_S = 1.0
 _MAX_REPORT_BYTES = 1 << 16
 _MAX_LISTENERS = 64
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
+_BLOCKED = (*_STOPPING, signal.SIGCHLD)
 
 _log = logging.getLogger("polyxla.worker")
 
@@ -61,6 +65,9 @@ def supervise(
     Raises:
         UsageError: the address cannot be bound, or the cores cannot be opened.
     """
+    # jaxlib would log some fifty lines for each job. `import jax`, which workers do without, does the same.
+    if TF_CPP_MIN_LOG_LEVEL not in environ:
+        update_environ({TF_CPP_MIN_LOG_LEVEL: "1"})
     if serving.library is None:
         # This process imports it once for all processes that are forked from it.
         from polyxla_bridge.engine import jax_engine
@@ -103,12 +110,16 @@ class _Supervisor:
         # These are the sockets of the last serving process: connections wait in them until the next process
         # serves.
         self._listeners: list[int] = []
+        # The serving process orders the processes of jobs here. It closes with the serving process.
+        self._orders: socket.socket | None = None
+        self._jobs: set[int] = set()
 
     def run(self, ready: Callable[[Served], None]) -> int:
         # The other end closes when this process ends, however it ends.
         alive, self._life = os.pipe()
         for number in _STOPPING:
             signal.signal(number, self._stop)
+        signal.signal(signal.SIGCHLD, self._reap)
         failed_starts, served, ended = 0, None, time.monotonic()
         while True:
             started = time.monotonic()
@@ -117,6 +128,8 @@ class _Supervisor:
             if isinstance(found, Served) and served is None:
                 ready(found)
                 served = found
+            if self._orders:
+                self._fork_jobs(alive, self._orders)
             code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             self._pid = 0
             if self._is_stopping or code == 0:
@@ -141,27 +154,21 @@ class _Supervisor:
         """Fork a serving process; return what it serves or why it cannot, or None if it died before that."""
         # SOCK_SEQPACKET keeps message boundaries: one message has the whole report and its file descriptors.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # The child would inherit text in the buffers and print it a second time.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Signals stay blocked until this process knows the child's pid, to pass them on, and until the child
-        # has replaced the supervisor's handlers.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-        self._pid = os.fork()
-        if self._pid == 0:
-            ours.close()
-            # With its own copy of `_life` the child would never see the supervisor end. Copies of the
-            # listeners would stay open after `turn_away`, and the kernel would send connections to them that
-            # nobody accepts.
-            for number in (self._life, *self._listeners):
-                os.close(number)
-            self._serve(alive, theirs, before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+        order = None
+        if self._serving.max_jobs > 1:
+            self._orders, order = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with _signals_blocked():
+            self._pid = os.fork()
+            if self._pid == 0:
+                ours.close()
+                self._become(alive, lambda: self._serve(theirs, order, before))
         if self._is_stopping:
             # The signal came before there was a child to pass it on to.
             self._stop()
-        # The child holds the only other end now: the wait ends when it is ready, or dead.
+        # The child holds the only other ends now: the wait ends when it is ready, or dead.
         theirs.close()
+        if order:
+            order.close()
         with ours:
             report, found, _, _ = socket.recv_fds(ours, _MAX_REPORT_BYTES, _MAX_LISTENERS)
         if found:
@@ -171,30 +178,77 @@ class _Supervisor:
         result: Served | UsageError | None = pickle.loads(report) if report else None
         return result
 
-    def _serve(self, alive: int, ready: socket.socket, before: Served | None) -> None:
+    def _fork_jobs(self, alive: int, orders: socket.socket) -> None:
+        """Fork the processes of jobs until the serving process, which orders them, has ended."""
+        with orders:
+            while order := socket.recv_fds(orders, _MAX_REPORT_BYTES, 1):
+                options, files, _, _ = order
+                if not options:
+                    break
+                serving: ServingOptions = pickle.loads(options)
+                with socket.socket(fileno=files[0]) as line, _signals_blocked():
+                    pid = os.fork()
+                    if pid == 0:
+                        self._become(alive, lambda: self._serve_job(serving, line))  # noqa: B023
+                    self._jobs.add(pid)
+        self._orders = None
+
+    def _become(self, alive: int, serve: Callable[[], int]) -> NoReturn:
+        """Make this process, which was just forked, one that serves, and end it."""
         code = 1
         try:
+            # With its own copy of `_life` the child would never see the supervisor end. Copies of the
+            # listeners would stay open after `turn_away`, and the kernel would send connections to them that
+            # nobody accepts.
+            for number in (self._life, *self._listeners):
+                os.close(number)
+            if self._orders:
+                self._orders.close()
             # A terminal sends Ctrl-C to both processes; the supervisor decides and sends SIGTERM.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+            for inherited in (signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(inherited, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
             # This must precede all threads, which would otherwise get arenas of their own.
             glibc_memory.share_arena()
             _end_with_supervisor(alive)
-            engines = process.open_engines(self._serving, self._environ, before)
-            port = int(self._serving.address.rpartition(":")[2])
-            code = process.serve(
-                self._serving,
-                engines,
-                lambda: _report(ready, engines.served, own_listeners(port)),
-            )
-        # The parent raises it: only there can the command line print it and choose the exit code.
-        except UsageError as error:
-            _report(ready, error)
+            code = serve()
         except Exception:
             _log.exception("the serving process failed")
         finally:
             process.end_with(code)
+
+    def _serve(self, ready: socket.socket, orders: socket.socket | None, before: Served | None) -> int:
+        try:
+            engines = process.open_engines(self._serving, self._environ, before)
+            port = int(self._serving.address.rpartition(":")[2])
+            return process.serve(
+                self._serving,
+                engines,
+                lambda _: _report(ready, engines.served, own_listeners(port)),
+                (lambda options: _order(orders, options)) if orders else None,
+            )
+        # The parent raises it: only there can the command line print it and choose the exit code.
+        except UsageError as error:
+            _report(ready, error)
+            return 1
+
+    def _serve_job(self, serving: ServingOptions, line: socket.socket) -> int:
+        host, _, port = serving.address.rpartition(":")
+        if port != "0":
+            try:
+                _try(host.strip("[]"), int(port), "--job-ports")
+            except UsageError as error:
+                _log.info("%s", error.what)
+                return 1
+        engines = process.open_engines(serving, self._environ)
+        return process.serve(serving, engines, lambda port: _send_port(line, port), line=line)
+
+    def _reap(self, *_: object) -> None:
+        for pid in list(self._jobs):
+            # Whoever waits for the serving process gets it: this waits for jobs only.
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                self._jobs.discard(pid)
 
     def _stop(self, *_: object) -> None:
         self._is_stopping = True
@@ -221,6 +275,35 @@ def _end_with_supervisor(alive: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="polyxla-supervisor", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Hold back signals around a fork.
+
+    They wait until this process knows the child, to pass them on, and until the child has replaced the
+    supervisor's handlers.
+    """
+    # The child would inherit text in the buffers and print it a second time.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+
+
+def _order(orders: socket.socket, serving: ServingOptions) -> socket.socket:
+    """Order the process of a job from the supervisor; return the line to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        socket.send_fds(orders, [pickle.dumps(serving)], [theirs.fileno()])
+    return ours
+
+
+def _send_port(line: socket.socket, port: int) -> None:
+    line.send(port.to_bytes(2))
 
 
 def _report(to: socket.socket, found: Served | UsageError, files: Sequence[int] = ()) -> None:

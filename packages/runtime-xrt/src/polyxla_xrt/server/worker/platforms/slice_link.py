@@ -388,7 +388,7 @@ def _problem(what: str, fix: str) -> UsageError:
 
 def _has_job(channel: WorkerChannel) -> bool:
     try:
-        return bool(channel.status().HasField("job"))
+        return bool(channel.status().jobs)
     except WorkerError:
         # The process of that worker is being replaced, so the link will be lost soon.
         return True

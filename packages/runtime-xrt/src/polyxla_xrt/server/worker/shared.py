@@ -1,0 +1,204 @@
+"""A worker that serves several jobs at once, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from polyxla_bridge.errors import PjrtError
+from polyxla_xrt.config.addresses import join_address
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol.bulk_decoding import Decoded
+from polyxla_xrt.protocol.worker import SILENCE_S, format_holder
+from polyxla_xrt.server.worker.leases import Leases
+from polyxla_xrt.server.worker.platforms.engines import JobEngines
+from polyxla_xrt.server.worker.service import LeasingServicer, attach_command
+from polyxla_xrt.server.worker.session import failure
+
+if TYPE_CHECKING:
+    from polyxla_xrt.server.worker.process import ServingOptions
+
+BEGIN_S = float(SILENCE_S)
+"""Longest wait for a job's process to serve, and for its client to come there, in seconds."""
+DESCRIBE_S = 1.0
+"""Longest wait for a job's process to describe itself, in seconds."""
+ASK = b"?"
+"""What a job's process answers with its status. Any other message is a `pb.Failure` that ends the job."""
+MAX_LINE_BYTES = 1 << 16
+"""Largest message between the two processes."""
+
+_log = logging.getLogger("polyxla.worker")
+
+Fork = Callable[["ServingOptions"], socket.socket]
+"""Starts a process that serves with these options; returns the line to it, whose end is the job's."""
+
+
+class JobProcess:
+    """A job in a process of its own, as seen by the process that granted its cores.
+
+    The process is reached by its line: it first sends its port, then answers each `ASK`. It ends when the
+    line is shut, and the line closes when it has ended.
+
+    Args:
+        request: the job's request.
+        ports: the ports at which the process may serve; 0 for any free one.
+        fork: starts a process that serves at a port.
+        on_end: called, on a thread, when the process has ended.
+
+    Attributes:
+        key: the job's key.
+        cores: number of cores that it holds.
+        ended: set once the job is over.
+        gone: set once its process has ended.
+        port: completes with the port.
+    """
+
+    def __init__(
+        self,
+        request: pb.LeaseRequest,
+        ports: Sequence[int],
+        fork: Callable[[int], socket.socket],
+        on_end: Callable[[JobProcess], None],
+    ) -> None:
+        self.key: str = request.job
+        self.cores: int = request.cores
+        self.ended, self.gone = threading.Event(), threading.Event()
+        self.port: Future[int] = Future()
+        self._known = pb.Job(holder=request.holder, since=time.time(), cores=request.cores)
+        self._ports, self._fork, self._on_end = ports, fork, on_end
+        self._line: socket.socket | None = None
+        self._asking = threading.Lock()
+        self._answers: queue.SimpleQueue[pb.StatusReply] = queue.SimpleQueue()
+        threading.Thread(target=self._watch, name="polyxla-job", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Start the process and read its line until it has ended."""
+        try:
+            for port in self._ports:
+                with self._fork(port) as self._line:
+                    if not (first := self._line.recv(MAX_LINE_BYTES)):
+                        continue
+                    self.port.set_result(int.from_bytes(first))
+                    while message := self._line.recv(MAX_LINE_BYTES):
+                        self._answers.put(pb.StatusReply.FromString(message))
+                break
+        # The process was killed with messages to it unread.
+        except OSError:
+            pass
+        finally:
+            # A process that was killed has logged nothing.
+            who = format_holder(self._known.holder)
+            seconds = round(time.time() - self._known.since, 3)
+            _log.info("a job's process has ended", extra={"event": {"holder": who, "seconds": seconds}})
+            self.ended.set()
+            self.gone.set()
+            if not self.port.done():
+                self.port.set_exception(RuntimeError("no process could serve the job"))
+            self._on_end(self)
+
+    def describe(self) -> pb.Job:
+        """Return what the process says of its job, or what is known without it if it does not answer."""
+        with self._asking, contextlib.suppress(OSError, queue.Empty):
+            if self._line is not None and self.port.done():
+                # An answer to an earlier question may have come too late.
+                while not self._answers.empty():
+                    self._answers.get_nowait()
+                self._line.send(ASK)
+                # A process whose client has not come so far has no job.
+                for job in self._answers.get(timeout=DESCRIBE_S).jobs:
+                    self._known = job
+        return self._known
+
+    def end(self, error: PjrtError) -> None:
+        """End the job; its processes receive the reason. Only the first reason counts."""
+        self.ended.set()
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self._line.send(failure(error).SerializeToString())
+                # What was sent before is still read.
+                self._line.shutdown(socket.SHUT_WR)
+
+
+class SharedServicer(LeasingServicer[JobProcess]):
+    """Grants cores to several jobs, and moves each to a process of its own.
+
+    So a job whose program crashes, or cannot be stopped, leaves the others untouched.
+
+    Args:
+        engines: the cores, which this process does not use.
+        serving: how to serve.
+        memory_limit_bytes: limit of the arrays of all jobs, which share it by their cores.
+        fork: starts a job's process.
+        on_idle: called when a draining worker has no job left.
+    """
+
+    def __init__(
+        self,
+        engines: JobEngines,
+        serving: ServingOptions,
+        memory_limit_bytes: int,
+        fork: Fork,
+        on_idle: Callable[[], None],
+    ) -> None:
+        super().__init__(engines, Leases(engines.served.cores, serving.max_jobs), serving.started, on_idle)
+        self.max_jobs = serving.max_jobs
+        self._serving = serving
+        self._memory_limit_bytes = memory_limit_bytes
+        self._fork = fork
+
+    def _make(self, request: pb.LeaseRequest) -> JobProcess:
+        host = self._serving.address.rpartition(":")[0].strip("[]")
+        share = self._memory_limit_bytes * request.cores // self._engines.served.cores
+
+        def fork(port: int) -> socket.socket:
+            return self._fork(
+                replace(
+                    self._serving,
+                    address=join_address(host, port),
+                    cores=request.cores,
+                    memory_limit_bytes=self._serving.memory_limit_bytes or share,
+                    metrics_address=None,
+                    idle_exit_s=BEGIN_S,
+                    max_jobs=1,
+                    only=request.job,
+                )
+            )
+
+        return JobProcess(request, self._serving.job_ports, fork, self._give_back)
+
+    def _hold(self, job: JobProcess, context: Any) -> Iterator[pb.LeaseReply]:
+        # The job's own process holds the lease from here on: the end of that call ends the job.
+        yield pb.LeaseReply(moved=self._moved(job, context))
+
+    def _moved(self, job: JobProcess, context: Any) -> pb.Moved:
+        try:
+            return pb.Moved(port=job.port.result(BEGIN_S))
+        except (RuntimeError, TimeoutError):
+            text = "the worker has no process for the job: see its log"
+            if self._serving.job_ports != (0,):
+                text = "no port of --job-ports is free, or the job's process failed: see the worker's log"
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            raise
+
+    def Session(self, requests: Iterator[Iterable[Decoded]], context: Any) -> Iterator[bytes]:  # noqa: N802
+        """Move a process to where its job is."""
+        job = self._attached_job(attach_command(requests, context), context)
+        yield bulk_encoding.encode([pb.Answer(moved=self._moved(job, context))])
+
+    def stop(self, error: PjrtError, timeout_s: float) -> None:
+        """End the jobs and wait for their processes."""
+        deadline = time.monotonic() + timeout_s
+        super().stop(error, timeout_s)
+        for job in self.leases.jobs:
+            job.gone.wait(max(0.0, deadline - time.monotonic()))
