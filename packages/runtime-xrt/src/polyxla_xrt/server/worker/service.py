@@ -394,7 +394,7 @@ def _read(requests: Iterator[Iterable[Decoded]], job: LeasedJob, process: Attach
 
 
 def attach_command(requests: Iterator[Iterable[Decoded]], context: Any) -> pb.Attach:
-    """Return the first command of a session; abort the call if it is none."""
+    """Return the first command of a session; abort the call if it is another one."""
     # A client that sends no command would occupy a thread of the server for as long as it likes.
     timer = threading.Timer(ATTACH_COMMAND_S, context.cancel)
     timer.daemon = True
