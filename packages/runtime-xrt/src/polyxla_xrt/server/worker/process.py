@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import grpc
@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
+from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_decoding
 from polyxla_xrt.protocol.channels import server_options
@@ -33,7 +34,7 @@ from polyxla_xrt.server.worker.platforms.plugin import PluginEngines, ReopenedEn
 from polyxla_xrt.server.worker.platforms.tpu_slice import SliceEngines
 from polyxla_xrt.server.worker.security import Security
 from polyxla_xrt.server.worker.service import LeasingServicer, WorkerServicer
-from polyxla_xrt.server.worker.shared import ASK, MAX_LINE_BYTES, Fork, SharedServicer
+from polyxla_xrt.server.worker.shared import ASK, BEGIN_S, MAX_LINE_BYTES, SharedServicer
 
 LEAVE_S = 5.0
 """Longest wait for a job's calls to end after its error, in seconds; less than the supervisor's."""
@@ -114,7 +115,7 @@ def serve(
     serving: ServingOptions,
     engines: JobEngines,
     ready: Callable[[int], None],
-    fork: Fork | None = None,
+    fork: Callable[[ServingOptions], socket.socket] | None = None,
     line: socket.socket | None = None,
 ) -> int:
     """Serve until the end; return the exit code. Runs in the main thread of the serving process.
@@ -123,7 +124,7 @@ def serve(
         serving: how to serve.
         engines: the cores.
         ready: called with the port when clients can connect.
-        fork: starts the process of a job; None if this process serves the jobs itself.
+        fork: starts the process of a job, and returns the line to it; None if this process serves the jobs.
         line: the line to the process that granted the cores of this one; None in that process.
     """
     ended = threading.Event()
@@ -141,7 +142,14 @@ def serve(
     limit = serving.memory_limit_bytes or engines.served.memory_bytes
     servicer: LeasingServicer[Any]
     if fork:
-        servicer = SharedServicer(engines, serving, limit, fork, lambda: end(0))
+        servicer = SharedServicer(
+            engines,
+            serving.max_jobs,
+            serving.job_ports,
+            serving.started,
+            lambda request, port: fork(_of_one_job(serving, engines.served, request, port)),
+            lambda: end(0),
+        )
     else:
         alone = servicer = WorkerServicer(
             engines, limit, serving.started, lambda: end(REPLACE), lambda: end(0), serving.only
@@ -175,6 +183,23 @@ def serve(
         return REPLACE
     server.stop(LEAVE_S).wait(LEAVE_S)
     return codes[0]
+
+
+def _of_one_job(
+    serving: ServingOptions, served: Served, request: pb.LeaseRequest, port: int
+) -> ServingOptions:
+    """Return how a job's own process serves; the memory of the cores is shared by their number."""
+    host = serving.address.rpartition(":")[0].strip("[]")
+    return replace(
+        serving,
+        address=join_address(host, port),
+        cores=request.cores,
+        memory_limit_bytes=serving.memory_limit_bytes or served.memory_bytes * request.cores // served.cores,
+        metrics_address=None,
+        idle_exit_s=BEGIN_S,
+        max_jobs=1,
+        only=request.job,
+    )
 
 
 def _answer(line: socket.socket, servicer: LeasingServicer[Any], end: Callable[[int], None]) -> None:

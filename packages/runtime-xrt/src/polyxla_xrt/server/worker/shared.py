@@ -10,13 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
 from polyxla_bridge.errors import PjrtError
-from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.bulk_decoding import Decoded
@@ -25,9 +23,6 @@ from polyxla_xrt.server.worker.leases import Leases
 from polyxla_xrt.server.worker.platforms.engines import JobEngines
 from polyxla_xrt.server.worker.service import LeasingServicer, attach_command
 from polyxla_xrt.server.worker.session import failure
-
-if TYPE_CHECKING:
-    from polyxla_xrt.server.worker.process import ServingOptions
 
 BEGIN_S = float(SILENCE_S)
 """Longest wait for a job's process to serve, and for its client to come there, in seconds."""
@@ -40,8 +35,8 @@ MAX_LINE_BYTES = 1 << 16
 
 _log = logging.getLogger("polyxla.worker")
 
-Fork = Callable[["ServingOptions"], socket.socket]
-"""Starts a process that serves with these options; returns the line to it, whose end is the job's."""
+Fork = Callable[[pb.LeaseRequest, int], socket.socket]
+"""Starts the process of a job, at a port; returns the line to it, whose end is the job's."""
 
 
 class JobProcess:
@@ -53,7 +48,7 @@ class JobProcess:
     Args:
         request: the job's request.
         ports: the ports at which the process may serve; 0 for any free one.
-        fork: starts a process that serves at a port.
+        fork: starts the process.
         on_end: called, on a thread, when the process has ended.
 
     Attributes:
@@ -68,7 +63,7 @@ class JobProcess:
         self,
         request: pb.LeaseRequest,
         ports: Sequence[int],
-        fork: Callable[[int], socket.socket],
+        fork: Fork,
         on_end: Callable[[JobProcess], None],
     ) -> None:
         self.key: str = request.job
@@ -76,7 +71,7 @@ class JobProcess:
         self.ended, self.gone = threading.Event(), threading.Event()
         self.port: Future[int] = Future()
         self._known = pb.Job(holder=request.holder, since=time.time(), cores=request.cores)
-        self._ports, self._fork, self._on_end = ports, fork, on_end
+        self._request, self._ports, self._fork, self._on_end = request, ports, fork, on_end
         self._line: socket.socket | None = None
         self._asking = threading.Lock()
         self._answers: queue.SimpleQueue[pb.StatusReply] = queue.SimpleQueue()
@@ -86,7 +81,7 @@ class JobProcess:
         """Start the process and read its line until it has ended."""
         try:
             for port in self._ports:
-                with self._fork(port) as self._line:
+                with self._fork(self._request, port) as self._line:
                     if not (first := self._line.recv(MAX_LINE_BYTES)):
                         continue
                     self.port.set_result(int.from_bytes(first))
@@ -137,45 +132,28 @@ class SharedServicer(LeasingServicer[JobProcess]):
 
     Args:
         engines: the cores, which this process does not use.
-        serving: how to serve.
-        memory_limit_bytes: limit of the arrays of all jobs, which share it by their cores.
-        fork: starts a job's process.
+        max_jobs: the most jobs at once.
+        ports: the ports at which their processes may serve; 0 for any free one.
+        started: when the worker was started, on `time.monotonic`'s clock.
+        fork: starts the process of a job.
         on_idle: called when a draining worker has no job left.
     """
 
     def __init__(
         self,
         engines: JobEngines,
-        serving: ServingOptions,
-        memory_limit_bytes: int,
+        max_jobs: int,
+        ports: Sequence[int],
+        started: float,
         fork: Fork,
         on_idle: Callable[[], None],
     ) -> None:
-        super().__init__(engines, Leases(engines.served.cores, serving.max_jobs), serving.started, on_idle)
-        self.max_jobs = serving.max_jobs
-        self._serving = serving
-        self._memory_limit_bytes = memory_limit_bytes
-        self._fork = fork
+        super().__init__(engines, Leases(engines.served.cores, max_jobs), started, on_idle)
+        self.max_jobs = max_jobs
+        self._ports, self._fork = ports, fork
 
     def _make(self, request: pb.LeaseRequest) -> JobProcess:
-        host = self._serving.address.rpartition(":")[0].strip("[]")
-        share = self._memory_limit_bytes * request.cores // self._engines.served.cores
-
-        def fork(port: int) -> socket.socket:
-            return self._fork(
-                replace(
-                    self._serving,
-                    address=join_address(host, port),
-                    cores=request.cores,
-                    memory_limit_bytes=self._serving.memory_limit_bytes or share,
-                    metrics_address=None,
-                    idle_exit_s=BEGIN_S,
-                    max_jobs=1,
-                    only=request.job,
-                )
-            )
-
-        return JobProcess(request, self._serving.job_ports, fork, self._give_back)
+        return JobProcess(request, self._ports, self._fork, self._give_back)
 
     def _hold(self, job: JobProcess, context: Any) -> Iterator[pb.LeaseReply]:
         # The job's own process holds the lease from here on: the end of that call ends the job.
@@ -185,9 +163,7 @@ class SharedServicer(LeasingServicer[JobProcess]):
         try:
             return pb.Moved(port=job.port.result(BEGIN_S))
         except (RuntimeError, TimeoutError):
-            text = "the worker has no process for the job: see its log"
-            if self._serving.job_ports != (0,):
-                text = "no port of --job-ports is free, or the job's process failed: see the worker's log"
+            text = "the worker has no process for the job, or no port of --job-ports is free: see its log"
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
             raise
 
