@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -35,6 +36,9 @@ from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL
+from polyxla_xrt.server.worker import supervisor
+from polyxla_xrt.server.worker.process import ServingOptions
+from polyxla_xrt.server.worker.security import Security
 
 WAIT_S = 40.0
 STALL_S = 1.0
@@ -233,9 +237,29 @@ def test_jobs_end_with_the_process_that_granted_their_cores(worker: Any, begin: 
     expected = [lost.step() for _ in range(3)]
     assert job.step() == expected[0]
     os.kill(processes(worker)[0], signal.SIGKILL)
-    assert "is gone" in str(lost.ended.result(WAIT_S))
+    assert "is gone: the process that granted the job's cores has ended" in str(lost.ended.result(WAIT_S))
     assert [job.step() for _ in range(2)] == expected[1:]
     assert begin(worker.address, wait_s=WAIT_S).step() == expected[0]
+
+
+def test_jobs_that_end_at_once_are_both_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervised = supervisor._Supervisor(ServingOptions("127.0.0.1:0", Security()), {})
+    children = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
+    supervised._jobs = {child.pid for child in children}
+    wait, waits = os.waitpid, itertools.count()
+
+    def interrupted(pid: int, _: int) -> tuple[int, int]:
+        found = wait(pid, 0)
+        # The signal of the second child arrives while the first is waited for.
+        if next(waits) == 0:
+            supervised._reap()
+        return found
+
+    monkeypatch.setattr(os, "waitpid", interrupted)
+    supervised._reap()
+    assert supervised._jobs == set()
+    for child in children:
+        child.returncode = 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])

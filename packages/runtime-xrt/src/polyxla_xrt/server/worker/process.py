@@ -211,6 +211,7 @@ def _answer(line: socket.socket, servicer: LeasingServicer[Any], end: Callable[[
                 continue
             why = pb.Failure.FromString(message)
             servicer.stop(PjrtError(why.code, why.message), 0.0)
+    servicer.stop(PjrtError(Code.UNAVAILABLE, "the process that granted the job's cores has ended"), 0.0)
     end(0)
 
 

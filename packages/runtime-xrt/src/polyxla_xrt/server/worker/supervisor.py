@@ -246,9 +246,12 @@ class _Supervisor:
 
     def _reap(self, *_: object) -> None:
         for pid in list(self._jobs):
-            # Whoever waits for the serving process gets it: this waits for jobs only.
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                self._jobs.discard(pid)
+            # The serving process is waited for elsewhere. A signal that arrives within this handler runs it
+            # again, which then waits for this job.
+            with contextlib.suppress(ChildProcessError):
+                if not os.waitpid(pid, os.WNOHANG)[0]:
+                    continue
+            self._jobs.discard(pid)
 
     def _stop(self, *_: object) -> None:
         self._is_stopping = True
