@@ -15,6 +15,7 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla.plugin import snapshot
 from polyxla_bridge.abi import DTYPES, width
+from polyxla_xrt import env
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
@@ -222,6 +223,8 @@ def calls(channel: grpc.Channel) -> dict[str, Callable[[bytes], Any]]:
         "Status": unary(f"{SERVICE}Status"),
         "Lease": stream(f"{SERVICE}Lease"),
         "Session": both(f"{SERVICE}Session"),
+        "Keep": lambda data: channel.stream_unary(f"{SERVICE}Keep")(iter([data, data]), timeout=DEADLINE_S),
+        "Recall": stream(f"{SERVICE}Recall"),
         "Nothing": unary(f"{SERVICE}Nothing"),
         "Check": unary("/grpc.health.v1.Health/Check"),
     }
@@ -230,19 +233,27 @@ def calls(channel: grpc.Channel) -> dict[str, Callable[[bytes], Any]]:
 def bombard(address: str, chance: random.Random, count: int) -> int:
     """Call every method with invalid messages while the cores are held; return the number of calls."""
     attach = pb.Attach(protocol=PROTOCOL, job="0" * 32, cores=[0, 1], ordinal=3)
-    lease = pb.LeaseRequest(
+    asked = pb.LeaseRequest(
         protocol=PROTOCOL, holder=pb.Holder(host="h", user="u", command="c" * 99), cores=1, job="1" * 32
     )
-    valid = {
-        "Status": b"",
-        "Lease": lease.SerializeToString(),
-        "Session": pb.Commands(commands=[pb.Command(attach=attach)]).SerializeToString(),
-        "Nothing": b"x",
-        "Check": b"\n\x05other",
-    }
-    with closing(Lease(address, 1, snapshot(), wait_s=DEADLINE_S)), channel_to(address) as channel:
+    environ = snapshot() | {env.POLYXLA_XRT_JOB: "fuzzed"}
+    with closing(Lease(address, 1, environ, wait_s=DEADLINE_S)) as lease, channel_to(address) as channel:
         drain = channel.unary_unary(f"{SERVICE}Drain")
         methods = calls(channel)
+        valid = {
+            "Status": b"",
+            "Lease": asked.SerializeToString(),
+            "Session": pb.Commands(commands=[pb.Command(attach=attach)]).SerializeToString(),
+            "Keep": pb.KeepRequest(
+                protocol=PROTOCOL, job=lease.job, name="n", size=6, data=b"abc"
+            ).SerializeToString(),
+            "Recall": pb.RecallRequest(protocol=PROTOCOL, job=lease.job, name="n").SerializeToString(),
+            "Nothing": b"x",
+            "Check": b"\n\x05other",
+        }
+        # Both messages are valid, before any that are not.
+        methods["Keep"](valid["Keep"])
+        assert b"".join(methods["Recall"](valid["Recall"])) == b"\n\x06abcabc"
         for _ in range(count):
             name = chance.choice(list(methods))
             send(methods[name], changed(valid[name], chance))
@@ -276,7 +287,7 @@ def send(call: Callable[[bytes], Any], data: bytes) -> None:
 
 @pytest.mark.timeout(900)
 def test_malformed_requests_do_not_harm_the_worker(start_worker: Callable[..., Any]) -> None:
-    worker = start_worker()
+    worker = start_worker("--keep", "60")
     serving, chance, sent = worker.serving_pid, random.Random(8470), 0
     wrong = misuses(chance)
     resident: list[int] = []

@@ -72,6 +72,12 @@ def serve(
     job_ports: Annotated[
         str, typer.Option(metavar="FIRST-LAST", help="Ports of these processes; default: any free ones.")
     ] = "",
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=1, help="How long to keep what a job has kept, after the job's end."
+        ),
+    ] = None,
     metrics_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus.")
     ] = None,
@@ -124,6 +130,7 @@ def serve(
             metrics_address=metrics_address,
             idle_exit_s=exit_when_idle,
             max_jobs=jobs,
+            keep_s=keep,
             job_ports=ports,
         )
 
@@ -158,13 +165,15 @@ def _query(address: str, call: Literal["Status", "Drain"], as_json: bool) -> Non
         if as_json:
             print_json(reply)
         else:
-            jobs = reply.pop("jobs")
+            jobs, kept = reply.pop("jobs"), reply.pop("kept")
             for name, value in reply.items():
                 typer.echo(printable(f"{name.replace('_', ' '):12} {value}"))
             for job in jobs:
                 typer.echo(printable(f"{'job':12} {_format(job)}"))
             if not jobs:
                 typer.echo("job          none")
+            for each in kept:
+                typer.echo(printable(f"{'kept':12} {_format_kept(each)}"))
 
 
 def _format(job: Mapping[str, Any]) -> str:
@@ -172,6 +181,11 @@ def _format(job: Mapping[str, Any]) -> str:
     who = f"{job['user']}@{job['host']} (pid {job['pid']}, {job['command']})"
     memory = f"{job['memory_bytes'] / 2**20:,.0f} MiB"
     return f"{who} since {since}: {job['cores']} core(s), {job['sessions']} process(es), {memory}"
+
+
+def _format_kept(kept: Mapping[str, Any]) -> str:
+    left = f", freed in {kept['left_s']:.0f} s" if "left_s" in kept else ""
+    return f"{kept['name']} of {kept['user']}@{kept['host']}: {kept['bytes'] / 2**20:,.1f} MiB{left}"
 
 
 def _ports(text: str, jobs: int) -> range:

@@ -112,6 +112,11 @@ processes, those in which they meet are counted.
 Default: 100.
 """
 
+POLYXLA_XRT_JOB = "POLYXLA_XRT_JOB"
+"""The name of the job, under which a later one of the same user finds what this one keeps on the worker.
+Default: unset; the job keeps nothing.
+"""
+
 POLYXLA_XRT_ASSIGNMENT = "POLYXLA_XRT_ASSIGNMENT"
 """Set for replicas: the worker, the job and the cores of the process, as JSON."""
 

@@ -24,7 +24,7 @@ from polyxla_xrt import env
 from polyxla_xrt.config.credential_files import read_token
 from polyxla_xrt.config.variables import find
 from polyxla_xrt.lease_holder import LeaseHolder
-from polyxla_xrt.own_assignment import leased_address
+from polyxla_xrt.own_assignment import leased
 from polyxla_xrt.plan import NodePlace, NodePlan
 
 
@@ -64,8 +64,7 @@ def _run_here(job: Job, plan: NodePlan) -> list[Any]:
 
 def _has_cores(plan: NodePlan) -> bool:
     """Return whether this process itself has leased the cores of the worker that the plan wants."""
-    leased = leased_address()
-    return leased is not None and leased == plan.address
+    return (own := leased()) is not None and own.address == plan.address
 
 
 def _run_process(job: Job, place: NodePlace) -> Any:

@@ -39,19 +39,19 @@ def lease_cores(plan: NodePlan, environ: Mapping[str, str]) -> tuple[Assignment,
         revive=lambda: ensure_service(plan.configuration, environ, say),
         on_wait=say,
     )
-    _own.address = address
     kind = plan.configuration.kind
-    return Assignment(address, lease.job, tuple(range(cores)), kind, 0, cores, 0, 1), lease.close
+    _own.assignment = Assignment(address, lease.job, tuple(range(cores)), kind, 0, cores, 0, 1)
+    return _own.assignment, lease.close
 
 
 @dataclass
 class _OwnLease:
-    address: str | None = None
+    assignment: Assignment | None = None
 
 
 _own = _OwnLease()
 
 
-def leased_address() -> str | None:
-    """Return the worker whose cores this process itself leased; None if it did not, or a launcher did."""
-    return _own.address
+def leased() -> Assignment | None:
+    """Return the cores that this process itself has leased; None if it has not, or a launcher did."""
+    return _own.assignment

@@ -217,6 +217,7 @@ def ask(address: str, call: Literal["Status", "Drain"], environ: Mapping[str, st
     plain["jobs_served"] = int(plain["jobs_served"])
     plain["up_s"] = round(plain["up_s"], 1)
     plain["jobs"] = [_plain_job(job) for job in plain["jobs"]]
+    plain["kept"] = [{**kept.pop("holder"), **kept, "bytes": int(kept["bytes"])} for kept in plain["kept"]]
     return plain
 
 

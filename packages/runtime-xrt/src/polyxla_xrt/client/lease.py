@@ -19,6 +19,7 @@ from polyxla.plugin import printable, snapshot
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.client.probe import RETRY_S
+from polyxla_xrt.config.owner import owner_of
 from polyxla_xrt.config.resuming import Resuming
 from polyxla_xrt.env import TPU_NUM_DEVICES
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError, WorkerLostError
@@ -104,6 +105,7 @@ class Lease:
         self._closed = threading.Event()
         self._request = _request(cores, wait_s, stall_timeout_s, pod, owner or JobOwner.current())
         self._request.resumable = resuming is not None
+        self._request.owner = owner_of(environ)
         # The processes of the job know its key in advance, also for the next worker.
         self.job = self._request.job = secrets.token_hex(KEY_BYTES)
         try:

@@ -52,7 +52,7 @@ class Holder(_message.Message):
     def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., user: _Optional[str] = ..., command: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("protocol", "holder", "cores", "wait_s", "stall_timeout_s", "workers", "worker", "host", "coordinator", "secret", "job", "resumable")
+    __slots__ = ("protocol", "holder", "cores", "wait_s", "stall_timeout_s", "workers", "worker", "host", "coordinator", "secret", "job", "resumable", "owner")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class LeaseRequest(_message.Message):
     SECRET_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     holder: Holder
     cores: int
@@ -77,7 +78,8 @@ class LeaseRequest(_message.Message):
     secret: str
     job: str
     resumable: bool
-    def __init__(self, protocol: _Optional[int] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., cores: _Optional[int] = ..., wait_s: _Optional[float] = ..., stall_timeout_s: _Optional[float] = ..., workers: _Optional[int] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., secret: _Optional[str] = ..., job: _Optional[str] = ..., resumable: bool = ...) -> None: ...
+    owner: str
+    def __init__(self, protocol: _Optional[int] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., cores: _Optional[int] = ..., wait_s: _Optional[float] = ..., stall_timeout_s: _Optional[float] = ..., workers: _Optional[int] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., secret: _Optional[str] = ..., job: _Optional[str] = ..., resumable: bool = ..., owner: _Optional[str] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("held", "granted", "moved")
@@ -348,16 +350,62 @@ class Memory(_message.Message):
     bytes: _containers.ScalarMap[str, int]
     def __init__(self, bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
+class KeepRequest(_message.Message):
+    __slots__ = ("protocol", "job", "name", "size", "data")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    job: str
+    name: str
+    size: int
+    data: bytes
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., name: _Optional[str] = ..., size: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class KeepReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecallRequest(_message.Message):
+    __slots__ = ("protocol", "job", "name")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    job: str
+    name: str
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class RecallReply(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ("holder", "name", "bytes", "left_s")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    holder: Holder
+    name: str
+    bytes: int
+    left_s: float
+    def __init__(self, holder: _Optional[_Union[Holder, _Mapping]] = ..., name: _Optional[str] = ..., bytes: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "protocol", "platform", "cores", "draining", "jobs", "max_jobs", "waiting", "jobs_served", "up_s")
+    __slots__ = ("version", "protocol", "platform", "cores", "draining", "jobs", "max_jobs", "waiting", "jobs_served", "up_s", "kept")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PLATFORM_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +416,7 @@ class StatusReply(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     JOBS_SERVED_FIELD_NUMBER: _ClassVar[int]
     UP_S_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol: int
     platform: str
@@ -378,4 +427,5 @@ class StatusReply(_message.Message):
     waiting: int
     jobs_served: int
     up_s: float
-    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., platform: _Optional[str] = ..., cores: _Optional[int] = ..., draining: bool = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., max_jobs: _Optional[int] = ..., waiting: _Optional[int] = ..., jobs_served: _Optional[int] = ..., up_s: _Optional[float] = ...) -> None: ...
+    kept: _containers.RepeatedCompositeFieldContainer[Kept]
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., platform: _Optional[str] = ..., cores: _Optional[int] = ..., draining: bool = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., max_jobs: _Optional[int] = ..., waiting: _Optional[int] = ..., jobs_served: _Optional[int] = ..., up_s: _Optional[float] = ..., kept: _Optional[_Iterable[_Union[Kept, _Mapping]]] = ...) -> None: ...

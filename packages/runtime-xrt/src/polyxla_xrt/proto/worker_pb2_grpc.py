@@ -44,6 +44,16 @@ class WorkerStub(object):
                 request_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.Commands.SerializeToString,
                 response_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.Answers.FromString,
                 _registered_method=True)
+        self.Keep = channel.stream_unary(
+                '/polyxla.xrt.worker.Worker/Keep',
+                request_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.KeepRequest.SerializeToString,
+                response_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.KeepReply.FromString,
+                _registered_method=True)
+        self.Recall = channel.unary_stream(
+                '/polyxla.xrt.worker.Worker/Recall',
+                request_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.RecallRequest.SerializeToString,
+                response_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.RecallReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/polyxla.xrt.worker.Worker/Status',
                 request_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.StatusRequest.SerializeToString,
@@ -75,6 +85,20 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Keep(self, request_iterator, context):
+        """Keeps bytes under a name for later jobs of the same owner, on a worker with --keep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Recall(self, request, context):
+        """Returns what is kept under a name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -100,6 +124,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.Commands.FromString,
                     response_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.Answers.SerializeToString,
+            ),
+            'Keep': grpc.stream_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.KeepRequest.FromString,
+                    response_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.KeepReply.SerializeToString,
+            ),
+            'Recall': grpc.unary_stream_rpc_method_handler(
+                    servicer.Recall,
+                    request_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.RecallRequest.FromString,
+                    response_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.RecallReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -166,6 +200,60 @@ class Worker(object):
             '/polyxla.xrt.worker.Worker/Session',
             polyxla__xrt_dot_proto_dot_worker__pb2.Commands.SerializeToString,
             polyxla__xrt_dot_proto_dot_worker__pb2.Answers.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keep(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/polyxla.xrt.worker.Worker/Keep',
+            polyxla__xrt_dot_proto_dot_worker__pb2.KeepRequest.SerializeToString,
+            polyxla__xrt_dot_proto_dot_worker__pb2.KeepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/polyxla.xrt.worker.Worker/Recall',
+            polyxla__xrt_dot_proto_dot_worker__pb2.RecallRequest.SerializeToString,
+            polyxla__xrt_dot_proto_dot_worker__pb2.RecallReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,6 +16,8 @@ PROTOCOL = 6
 """Version of the messages. Increment it for any change that an older peer would misread."""
 KEY_BYTES = 16
 """Bytes of a job's key, which is written in hexadecimal digits."""
+OWNER_BYTES = 32
+"""Bytes of the secret of a job's owner, in hexadecimal digits."""
 MAX_PROGRAM_BYTES = (1 << 31) - 1
 """Largest program: the limit of a protobuf message."""
 PING_S = 5

@@ -59,9 +59,11 @@ class LeasedJob:
         key: secret that only the job's own processes know.
         is_resumable: whether its processes begin again, on the worker that it has then, when it ends with
             status UNAVAILABLE.
+        owner: a secret of its owner, for what its jobs keep; empty for a job that keeps nothing.
 
     Attributes:
         key: the key.
+        owner: the secret of its owner.
         since: when it got the cores, in seconds since 1970.
         budget: the memory of its arrays.
         ended: set once the job is over.
@@ -79,8 +81,9 @@ class LeasedJob:
         key: str,
         *,
         is_resumable: bool = False,
+        owner: str = "",
     ) -> None:
-        self.key = key
+        self.key, self.owner = key, owner
         self.is_resumable = is_resumable
         self.holder = holder
         self.cores = cores

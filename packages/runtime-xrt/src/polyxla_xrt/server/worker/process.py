@@ -26,6 +26,7 @@ from polyxla_xrt.protocol import bulk_decoding
 from polyxla_xrt.protocol.channels import server_options
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE
 from polyxla_xrt.server.malformed_requests import MalformedRequests
+from polyxla_xrt.server.worker.keeping import Keeper
 from polyxla_xrt.server.worker.leases import MAX_WAITING
 from polyxla_xrt.server.worker.platforms.cpu import CpuEngines
 from polyxla_xrt.server.worker.platforms.engines import JobEngines, Served
@@ -64,6 +65,7 @@ class ServingOptions:
         idle_exit_s: exit after this many seconds without a job; None to stay.
         max_jobs: the most jobs that may hold cores at once; several have a process each.
         job_ports: the ports at which these processes may listen; 0 for any free one.
+        keep_s: how long to keep what a job has kept after its end, in seconds; None to keep nothing.
         only: key of the job whose process this is; None for a worker.
         started: when the worker was started, on `time.monotonic`'s clock.
     """
@@ -77,6 +79,7 @@ class ServingOptions:
     idle_exit_s: float | None = None
     max_jobs: int = 1
     job_ports: Sequence[int] = (0,)
+    keep_s: float | None = None
     only: str | None = None
     started: float = field(default_factory=time.monotonic)
 
@@ -117,6 +120,7 @@ def serve(
     ready: Callable[[int], None],
     fork: Callable[[ServingOptions], socket.socket] | None = None,
     line: socket.socket | None = None,
+    keeper: Keeper | None = None,
 ) -> int:
     """Serve until the end; return the exit code. Runs in the main thread of the serving process.
 
@@ -126,6 +130,7 @@ def serve(
         ready: called with the port when clients can connect.
         fork: starts the process of a job, and returns the line to it; None if this process serves the jobs.
         line: the line to the process that granted the cores of this one; None in that process.
+        keeper: keeps what jobs want to keep; None to keep nothing.
     """
     ended = threading.Event()
     codes: list[int] = []
@@ -149,10 +154,11 @@ def serve(
             serving.started,
             lambda request, port: fork(_of_one_job(serving, engines.served, request, port)),
             lambda: end(0),
+            keeper,
         )
     else:
         alone = servicer = WorkerServicer(
-            engines, limit, serving.started, lambda: end(REPLACE), lambda: end(0), serving.only
+            engines, limit, serving.started, lambda: end(REPLACE), lambda: end(0), serving.only, keeper
         )
         # This needs a thread of its own: `lose_cores` sleeps, and the thread of the link must not wait.
         engines.lost.add_done_callback(
@@ -198,6 +204,7 @@ def _of_one_job(
         metrics_address=None,
         idle_exit_s=BEGIN_S,
         max_jobs=1,
+        keep_s=None,
         only=request.job,
     )
 
@@ -243,6 +250,12 @@ def _handlers(servicer: LeasingServicer[Any]) -> dict[str, Any]:
             servicer.Lease, pb.LeaseRequest.FromString, pb.LeaseReply.SerializeToString
         ),
         "Session": grpc.stream_stream_rpc_method_handler(servicer.Session, bulk_decoding.commands),
+        "Keep": grpc.stream_unary_rpc_method_handler(
+            servicer.Keep, pb.KeepRequest.FromString, pb.KeepReply.SerializeToString
+        ),
+        "Recall": grpc.unary_stream_rpc_method_handler(
+            servicer.Recall, pb.RecallRequest.FromString, pb.RecallReply.SerializeToString
+        ),
         "Status": grpc.unary_unary_rpc_method_handler(
             servicer.Status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
         ),

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import grpc
@@ -26,9 +26,17 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.bulk_decoding import Decoded
 from polyxla_xrt.protocol.outbox import Outbox
-from polyxla_xrt.protocol.worker import KEY_BYTES, PROTOCOL, SILENCE_S, format_holder, format_jobs
+from polyxla_xrt.protocol.worker import (
+    KEY_BYTES,
+    OWNER_BYTES,
+    PROTOCOL,
+    SILENCE_S,
+    format_holder,
+    format_jobs,
+)
 from polyxla_xrt.server.worker import glibc_memory
 from polyxla_xrt.server.worker.incoming_array import MisuseError
+from polyxla_xrt.server.worker.keeping import Keeper, KeptFile, TooMuchError
 from polyxla_xrt.server.worker.leased_job import AttachedProcess, LeasedJob
 from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Job, Leases, QueueFullError
 from polyxla_xrt.server.worker.platforms.engines import JobEngines
@@ -56,9 +64,11 @@ class KeyedJob(Job, Protocol):
 
     Attributes:
         key: the secret.
+        owner: a secret of its owner; empty for a job that keeps nothing.
     """
 
     key: str
+    owner: str
 
     def end(self, error: PjrtError) -> None:
         """End the job; its processes receive the reason. Only the first reason counts."""
@@ -75,6 +85,7 @@ class LeasingServicer(ABC, Generic[JobT]):
         leases: the queue for them.
         started: when the worker was started, on `time.monotonic`'s clock.
         on_idle: called when a draining worker has no job left.
+        keeper: keeps what jobs want to keep; None to keep nothing.
 
     Attributes:
         leases: the queue.
@@ -83,9 +94,15 @@ class LeasingServicer(ABC, Generic[JobT]):
     max_jobs = 1
 
     def __init__(
-        self, engines: JobEngines, leases: Leases[JobT], started: float, on_idle: Callable[[], None]
+        self,
+        engines: JobEngines,
+        leases: Leases[JobT],
+        started: float,
+        on_idle: Callable[[], None],
+        keeper: Keeper | None,
     ) -> None:
         self.leases = leases
+        self._keeper = keeper
         self._engines = engines
         self._started = started
         self._on_idle = on_idle
@@ -141,9 +158,18 @@ class LeasingServicer(ABC, Generic[JobT]):
         if before := self._job(request.job):
             before.end(PjrtError(Code.UNAVAILABLE, "the job has begun again on this worker"))
 
-        return self.leases.acquire(
-            lambda: self._make(request), request.cores, wait_s, lambda: not context.is_active()
-        )
+        def make() -> JobT:
+            if self._keeper is None or not request.owner:
+                return self._make(request)
+            # This comes first: the job may end at once.
+            self._keeper.begin(request.owner)
+            try:
+                return self._make(request)
+            except BaseException:
+                self._keeper.end(request.owner)
+                raise
+
+        return self.leases.acquire(make, request.cores, wait_s, lambda: not context.is_active())
 
     def _job(self, key: str) -> JobT | None:
         """Return the job with this key; None if it holds no cores."""
@@ -161,6 +187,8 @@ class LeasingServicer(ABC, Generic[JobT]):
 
     def _give_back(self, job: JobT) -> None:
         self.leases.give_back(job)
+        if self._keeper and job.owner:
+            self._keeper.end(job.owner)
         if self.leases.is_draining and not self.leases.jobs:
             self._on_idle()
 
@@ -178,12 +206,54 @@ class LeasingServicer(ABC, Generic[JobT]):
             text = f"a job's host, user and command may have at most {MAX_NAME_CHARS} characters each"
         elif not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", request.job):
             text = f"a job's key must be {2 * KEY_BYTES} hexadecimal digits"
+        elif request.owner and not re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", request.owner):
+            text = f"an owner must be {2 * OWNER_BYTES} hexadecimal digits"
         else:
             text = self._engines.refusal(request) or _pod_problem(request)
         if text:
             # The refusal comes before the request joins the queue, where it would only wait for the same
             # error.
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+
+    def Keep(self, requests: Iterator[pb.KeepRequest], context: Any) -> pb.KeepReply:  # noqa: N802
+        """Keep bytes under a name for later jobs of the same owner."""
+        # A client that sends nothing would occupy a thread of the server for as long as it likes.
+        timer = threading.Timer(ATTACH_COMMAND_S, context.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            first = next(requests, pb.KeepRequest())
+        finally:
+            timer.cancel()
+        keeper, job = self._keeping_job(first, context)
+        file = KeptFile(job.owner, first.name, job.describe().holder.SerializeToString())
+        data = (request.data for request in chain([first], requests))
+        try:
+            keeper.put(file, first.size, data)
+        except TooMuchError as error:
+            _abort(context, pb.Failure(code=Code.RESOURCE_EXHAUSTED, message=str(error)))
+        return pb.KeepReply()
+
+    def Recall(self, request: pb.RecallRequest, context: Any) -> Iterator[pb.RecallReply]:  # noqa: N802
+        """Return what is kept under a name."""
+        keeper, job = self._keeping_job(request, context)
+        if (found := keeper.get(job.owner, request.name)) is None:
+            _abort(context, pb.Failure(code=Code.NOT_FOUND, message="there is nothing under this name"))
+        for chunk in found:
+            yield pb.RecallReply(data=chunk)
+
+    def _keeping_job(self, request: pb.KeepRequest | pb.RecallRequest, context: Any) -> tuple[Keeper, JobT]:
+        """Return the keeper and the job of a request; abort its call if there is none."""
+        _check_protocol(request.protocol, context)
+        if self._keeper is None:
+            _abort(context, pb.Failure(code=Code.ABORTED, message="the worker keeps nothing"))
+        job = self._job(request.job)
+        if job is None or not job.owner:
+            _abort(context, pb.Failure(code=Code.ABORTED, message="there is no such job on this worker"))
+        if not 0 < len(request.name) <= MAX_NAME_CHARS:
+            text = f"a name has 1 to {MAX_NAME_CHARS} characters"
+            _abort(context, pb.Failure(code=Code.INVALID_ARGUMENT, message=text))
+        return self._keeper, job
 
     def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
         """Return what is served, and which jobs hold cores."""
@@ -210,6 +280,7 @@ class LeasingServicer(ABC, Generic[JobT]):
             waiting=self.leases.waiting,
             jobs_served=self.leases.served,
             up_s=time.monotonic() - self._started,
+            kept=self._keeper.describe() if self._keeper else (),
         )
 
     def stop(self, error: PjrtError, timeout_s: float) -> None:
@@ -233,6 +304,7 @@ class WorkerServicer(LeasingServicer[LeasedJob]):
         give_up: called when this process must be replaced to free a job's engine.
         on_idle: called when a draining worker has no job left.
         only: key of the only job that this process serves, which ends after it; None for every job.
+        keeper: keeps what jobs want to keep; None to keep nothing.
     """
 
     def __init__(
@@ -243,8 +315,9 @@ class WorkerServicer(LeasingServicer[LeasedJob]):
         give_up: Callable[[], None],
         on_idle: Callable[[], None],
         only: str | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
-        super().__init__(engines, Leases(engines.served.cores), started, on_idle)
+        super().__init__(engines, Leases(engines.served.cores), started, on_idle, keeper)
         self._memory_limit_bytes = memory_limit_bytes
         self._give_up = give_up
         self._only = only
@@ -262,6 +335,7 @@ class WorkerServicer(LeasingServicer[LeasedJob]):
             self._engines.close_s,
             request.job,
             is_resumable=request.resumable,
+            owner=request.owner,
         )
         who = format_holder(request.holder)
         _log.info("lease granted", extra={"event": {"holder": who, "cores": request.cores}})

@@ -19,6 +19,7 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.bulk_decoding import Decoded
 from polyxla_xrt.protocol.worker import SILENCE_S, format_holder
+from polyxla_xrt.server.worker.keeping import Keeper
 from polyxla_xrt.server.worker.leases import Leases
 from polyxla_xrt.server.worker.platforms.engines import JobEngines
 from polyxla_xrt.server.worker.service import LeasingServicer, attach_command
@@ -53,6 +54,7 @@ class JobProcess:
 
     Attributes:
         key: the job's key.
+        owner: the secret of its owner.
         cores: number of cores that it holds.
         ended: set once the job is over.
         gone: set once its process has ended.
@@ -67,6 +69,7 @@ class JobProcess:
         on_end: Callable[[JobProcess], None],
     ) -> None:
         self.key: str = request.job
+        self.owner: str = request.owner
         self.cores: int = request.cores
         self.ended, self.gone = threading.Event(), threading.Event()
         self.port: Future[int] = Future()
@@ -137,6 +140,7 @@ class SharedServicer(LeasingServicer[JobProcess]):
         started: when the worker was started, on `time.monotonic`'s clock.
         fork: starts the process of a job.
         on_idle: called when a draining worker has no job left.
+        keeper: keeps what jobs want to keep; None to keep nothing.
     """
 
     def __init__(
@@ -147,8 +151,9 @@ class SharedServicer(LeasingServicer[JobProcess]):
         started: float,
         fork: Fork,
         on_idle: Callable[[], None],
+        keeper: Keeper | None,
     ) -> None:
-        super().__init__(engines, Leases(engines.served.cores, max_jobs), started, on_idle)
+        super().__init__(engines, Leases(engines.served.cores, max_jobs), started, on_idle, keeper)
         self.max_jobs = max_jobs
         self._ports, self._fork = ports, fork
 

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.config.own_token import published
 from polyxla_xrt.env import TF_CPP_MIN_LOG_LEVEL
 from polyxla_xrt.server.worker import glibc_memory, process
+from polyxla_xrt.server.worker.keeping import Keeper, Kept, KeptFile
 from polyxla_xrt.server.worker.platforms.engines import Served
 from polyxla_xrt.server.worker.platforms.slice_link import link_address
 from polyxla_xrt.server.worker.process import REPLACE, UNOPENED, ServingOptions
@@ -110,9 +112,11 @@ class _Supervisor:
         # These are the sockets of the last serving process: connections wait in them until the next process
         # serves.
         self._listeners: list[int] = []
-        # The serving process orders the processes of jobs here. It closes with the serving process.
+        # The serving process orders the processes of jobs here, and gives what jobs have kept. It closes with
+        # the serving process.
         self._orders: socket.socket | None = None
         self._jobs: set[int] = set()
+        self._kept: Kept = {}
 
     def run(self, ready: Callable[[Served], None]) -> int:
         # The other end closes when this process ends, however it ends.
@@ -129,7 +133,7 @@ class _Supervisor:
                 ready(found)
                 served = found
             if self._orders:
-                self._fork_jobs(alive, self._orders)
+                self._take_orders(alive, self._orders)
             code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             self._pid = 0
             if self._is_stopping or code == 0:
@@ -155,7 +159,7 @@ class _Supervisor:
         # SOCK_SEQPACKET keeps message boundaries: one message has the whole report and its file descriptors.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = None
-        if self._serving.max_jobs > 1:
+        if self._serving.max_jobs > 1 or self._serving.keep_s:
             self._orders, order = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with _signals_blocked():
             self._pid = os.fork()
@@ -178,20 +182,32 @@ class _Supervisor:
         result: Served | UsageError | None = pickle.loads(report) if report else None
         return result
 
-    def _fork_jobs(self, alive: int, orders: socket.socket) -> None:
-        """Fork the processes of jobs until the serving process, which orders them, has ended."""
+    def _take_orders(self, alive: int, orders: socket.socket) -> None:
+        """Do what the serving process orders, until it has ended."""
         with orders:
-            while order := socket.recv_fds(orders, _MAX_REPORT_BYTES, 1):
-                options, files, _, _ = order
-                if not options:
+            while True:
+                text, files, _, _ = socket.recv_fds(orders, _MAX_REPORT_BYTES, 1)
+                if not text:
                     break
-                serving: ServingOptions = pickle.loads(options)
-                with socket.socket(fileno=files[0]) as line, _signals_blocked():
-                    pid = os.fork()
-                    if pid == 0:
-                        self._become(alive, lambda: self._serve_job(serving, line))  # noqa: B023
-                    self._jobs.add(pid)
+                match pickle.loads(text):
+                    case ServingOptions() as serving:
+                        with socket.socket(fileno=files[0]) as line:
+                            self._fork_job(alive, serving, line)
+                    case file:
+                        if (before := self._kept.pop(file, None)) is not None:
+                            os.close(before)
+                        self._kept.update(zip([file], files, strict=False))
         self._orders = None
+
+    def _fork_job(self, alive: int, serving: ServingOptions, line: socket.socket) -> None:
+        with _signals_blocked():
+            pid = os.fork()
+            if pid == 0:
+                # What is kept is freed when no process has it.
+                for number in self._kept.values():
+                    os.close(number)
+                self._become(alive, lambda: self._serve_job(serving, line))
+            self._jobs.add(pid)
 
     def _become(self, alive: int, serve: Callable[[], int]) -> NoReturn:
         """Make this process, which was just forked, one that serves, and end it."""
@@ -222,11 +238,17 @@ class _Supervisor:
         try:
             engines = process.open_engines(self._serving, self._environ, before)
             port = int(self._serving.address.rpartition(":")[2])
+            limit, fork, keeper = self._serving.memory_limit_bytes or engines.served.memory_bytes, None, None
+            if orders and self._serving.max_jobs > 1:
+                fork = partial(_order_job, orders)
+            if orders and self._serving.keep_s:
+                keeper = Keeper(self._serving.keep_s, limit, self._kept, partial(_order, orders))
             return process.serve(
                 self._serving,
                 engines,
                 lambda _: _report(ready, engines.served, own_listeners(port)),
-                (lambda options: _order(orders, options)) if orders else None,
+                fork,
+                keeper=keeper,
             )
         # The parent raises it: only there can the command line print it and choose the exit code.
         except UsageError as error:
@@ -297,11 +319,16 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
 
-def _order(orders: socket.socket, serving: ServingOptions) -> socket.socket:
-    """Order the process of a job from the supervisor; return the line to it."""
+def _order(orders: socket.socket, what: ServingOptions | KeptFile, file: int | None) -> None:
+    """Order something from the supervisor, with a file's descriptor."""
+    socket.send_fds(orders, [pickle.dumps(what)], [] if file is None else [file])
+
+
+def _order_job(orders: socket.socket, serving: ServingOptions) -> socket.socket:
+    """Order the process of a job; return the line to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        socket.send_fds(orders, [pickle.dumps(serving)], [theirs.fileno()])
+        _order(orders, serving, theirs.fileno())
     return ours
 
 

@@ -1,0 +1,52 @@
+"""A job that was killed goes on from what it kept on the worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.conftest import Host, Served
+
+PROGRAM = Path(__file__).parent.parent / "programs" / "train_with_kept_state.py"
+STEPS, KILLED_AT, CORES = 20, 13, 2
+
+
+def test_a_killed_job_goes_on_with_what_it_has_kept(
+    here: Host,
+    serve: Callable[..., Served],
+    launch: Callable[..., subprocess.Popen[str]],
+    chosen_worker: tuple[list[str], dict[str, str]],
+) -> None:
+    worker = serve(here, CORES, platform=[*chosen_worker[0], "--keep", "60"])
+    node = {"XRT_TPU_CONFIG": f"tpu_worker;0;{worker.address}", "TPU_NUM_DEVICES": str(CORES)}
+
+    def start(name: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
+        command = ["-u", str(PROGRAM), str(STEPS), str(pause_s)]
+        return launch(here, *command, **node, POLYXLA_XRT_JOB=name, POLYXLA_WAIT_S="60")
+
+    whole = lines(start("whole"))
+    killed = start("killed", 0.2)
+    assert killed.stdout is not None
+    for line in killed.stdout:
+        if line == f"step {KILLED_AT}\n":
+            # Replicas notice that their launcher is gone.
+            os.kill(killed.pid, signal.SIGKILL)
+            break
+    found = lines(start("killed"))
+    assert found.count("continues at 10") == CORES
+    assert found.count("step 9") == 0
+    assert found.count("step 10") == CORES
+    weights = [line for line in whole if line.startswith("weights ")]
+    assert len(weights) == CORES
+    assert sorted(line for line in found if line.startswith("weights ")) == sorted(weights)
+
+
+def lines(job: subprocess.Popen[str]) -> list[str]:
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 0, err
+    return out.splitlines()

@@ -1,0 +1,54 @@
+"""Train with what an earlier start has kept on the worker; print each step, and at the end the weights' bits.
+
+Arguments: the number of steps, and the seconds after each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from polyxla_examples.digits import DigitsNet, datasets
+from polyxla_xrt.keeping import keep, kept
+
+BATCH, EVERY = 16, 5
+
+
+def train(index: int, steps: int, pause_s: float) -> None:
+    images, labels = datasets()[0].tensors
+    torch.manual_seed(0)
+    model = DigitsNet(1e-2).to(torch_xla.device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = 0
+    if state := kept("training"):
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+        print("continues at", first, flush=True)
+    for step in range(first, steps):
+        if step % EVERY == 0:
+            keep("training", {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
+        torch.manual_seed(1000 * xr.global_ordinal() + step)
+        chosen = torch.randint(len(images), (BATCH,))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(
+            model(images[chosen].to(torch_xla.device())), labels[chosen].to(torch_xla.device())
+        )
+        loss.backward()
+        xm.optimizer_step(optimizer)
+        torch_xla.sync()
+        print("step", step, flush=True)
+        time.sleep(pause_s)
+    weights = b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())
+    print("weights", hashlib.sha256(weights).hexdigest(), flush=True)
+
+
+if __name__ == "__main__":
+    torch_xla.launch(train, args=(int(sys.argv[1]), float(sys.argv[2])))

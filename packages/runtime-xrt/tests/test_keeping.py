@@ -1,0 +1,217 @@
+"""What a job keeps on the worker is there for the next one. Real workers, processes and sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from polyxla import UsageError
+from polyxla.plugin import snapshot
+from polyxla_xrt import env, own_assignment
+from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.config.assignment import Assignment
+from polyxla_xrt.errors import WorkerError
+from polyxla_xrt.keeping import keep, kept
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.proto import worker_pb2_grpc
+from polyxla_xrt.protocol.worker import PROTOCOL
+from polyxla_xrt.server.worker.keeping import MAX_NAMES
+
+SOON_S = 20.0
+STATE = {"step": 7, "model": {"weight": torch.arange(6.0).reshape(2, 3), "names": ["a", "b"]}}
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a context manager within which this process has a job on a worker."""
+
+    @contextmanager
+    def begin(worker: Any, name: str = "mine", ordinal: int = 0) -> Iterator[Lease]:
+        monkeypatch.setenv(env.POLYXLA_XRT_JOB, name)
+        with closing(Lease(worker.address, 1, snapshot(), wait_s=SOON_S)) as lease:
+            assignment = Assignment(worker.address, lease.job, (0,), "TPU", ordinal, 1, 0, 1)
+            monkeypatch.setattr(own_assignment._own, "assignment", assignment)
+            yield lease
+        worker.wait_until_free()
+
+    return begin
+
+
+def same(found: Any, expected: Any = STATE) -> bool:
+    weight = expected["model"]["weight"]
+    rest = {**found, "model": {**found["model"], "weight": None}}
+    return torch.equal(found["model"]["weight"], weight) and rest == {
+        **expected,
+        "model": {**expected["model"], "weight": None},
+    }
+
+
+@pytest.mark.parametrize("options", [(), ("--jobs", "2")], ids=["alone", "shared"])
+def test_the_next_job_of_the_same_name_gets_it(
+    start_worker: Callable[..., Any], job: Callable[..., Any], options: tuple[str, ...]
+) -> None:
+    worker = start_worker("--keep", "60", *options)
+    with job(worker):
+        assert kept("state") is None
+        keep("state", {"step": 0})
+        keep("state", STATE)
+        keep("large", torch.ones(1 << 20))
+        assert same(kept("state"))
+    with job(worker, "another"):
+        assert kept("state") is None
+    with job(worker):
+        assert same(kept("state"))
+        assert torch.equal(kept("large"), torch.ones(1 << 20))
+        assert kept("nothing") is None
+
+
+def test_only_ordinal_0_keeps(start_worker: Callable[..., Any], job: Callable[..., Any]) -> None:
+    worker = start_worker("--keep", "60")
+    with job(worker, ordinal=1):
+        keep("state", STATE)
+        assert kept("state") is None
+
+
+def test_it_outlives_the_process_of_the_worker(
+    start_worker: Callable[..., Any], job: Callable[..., Any]
+) -> None:
+    worker = start_worker("--keep", "60")
+    with job(worker):
+        keep("state", STATE)
+        keep("other", {"step": 1})
+        os.kill(worker.serving_pid, signal.SIGKILL)
+    with job(worker):
+        assert same(kept("state"))
+        keep("other", {"step": 2})
+        os.kill(worker.serving_pid, signal.SIGKILL)
+    with job(worker):
+        assert same(kept("state"))
+        assert kept("other") == {"step": 2}
+
+
+def test_it_is_freed_in_time(start_worker: Callable[..., Any], job: Callable[..., Any]) -> None:
+    worker = start_worker("--keep", "2")
+    with job(worker):
+        keep("state", STATE)
+        (during,) = worker.status()["kept"]
+        files = kept_files(worker)
+        time.sleep(2.5)
+        # The time begins with the end of the job.
+        assert same(kept("state"))
+    (after,) = worker.status()["kept"]
+    assert (during["name"], during["bytes"], during["user"]) == (after["name"], after["bytes"], after["user"])
+    assert "left_s" not in during
+    assert 0 < after["left_s"] <= 2
+    deadline = time.monotonic() + SOON_S
+    while worker.status()["kept"] or kept_files(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    # The supervisor had it, and the process that serves.
+    assert files == 2
+    with job(worker):
+        assert kept("state") is None
+
+
+def kept_files(worker: Any) -> int:
+    """Return the number of files of memory that the processes of a worker have."""
+    links = [
+        str(link.readlink())
+        for pid in (worker.process.pid, worker.serving_pid)
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+    ]
+    return len([link for link in links if "polyxla-kept" in link])
+
+
+def test_the_status_command_prints_what_is_kept(
+    start_worker: Callable[..., Any], job: Callable[..., Any]
+) -> None:
+    worker = start_worker("--keep", "60")
+    with job(worker):
+        keep("state", torch.ones(1 << 18))
+    command = [sys.executable, "-m", "polyxla", "worker", "status", worker.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON_S, check=True)
+    assert "\nkept         state of " in done.stdout
+    assert ": 1.0 MiB, freed in " in done.stdout
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    start_worker: Callable[..., Any], job: Callable[..., Any]
+) -> None:
+    worker = start_worker("--keep", "60", "--memory-per-job", "0.001")
+    with job(worker):
+        keep("state", STATE)
+        with pytest.raises(
+            WorkerError, match=r"jobs may keep 1 MiB on this worker, keep 0 MiB, and this one requ"
+        ):
+            keep("state", torch.ones(1 << 19))
+        with pytest.raises(WorkerError, match="a name has 1 to 300 characters"):
+            keep("x" * 301, STATE)
+        assert same(kept("state"))
+        for number in range(MAX_NAMES - 1):
+            keep(f"number {number}", number)
+        with pytest.raises(WorkerError, match=f"a job may keep {MAX_NAMES} names"):
+            keep("one more", STATE)
+        assert same(kept("state"))
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "says"),
+    [(10, b"short", "there are not 10 bytes"), (3, b"too long", "there are not 3 bytes")],
+    ids=["short", "long"],
+)
+def test_a_broken_transfer_leaves_what_was_there(
+    start_worker: Callable[..., Any], job: Callable[..., Any], size: int, data: bytes, says: str
+) -> None:
+    worker = start_worker("--keep", "60")
+    with job(worker) as lease:
+        keep("state", STATE)
+        files = kept_files(worker)
+        with grpc.insecure_channel(worker.address) as channel:
+            requests = [
+                pb.KeepRequest(protocol=PROTOCOL, job=lease.job, name="state", size=size),
+                pb.KeepRequest(data=data),
+            ]
+            with pytest.raises(grpc.RpcError, match=says):
+                worker_pb2_grpc.WorkerStub(channel).Keep(iter(requests))
+        assert same(kept("state"))
+        assert kept_files(worker) == files
+
+
+def test_a_key_that_no_job_has_reads_nothing(
+    start_worker: Callable[..., Any], job: Callable[..., Any]
+) -> None:
+    worker = start_worker("--keep", "60")
+    with job(worker), grpc.insecure_channel(worker.address) as channel:
+        keep("state", STATE)
+        stub: Any = worker_pb2_grpc.WorkerStub(channel)
+        request = pb.RecallRequest(protocol=PROTOCOL, job="0" * 32, name="state")
+        with pytest.raises(grpc.RpcError, match="there is no such job on this worker"):
+            next(stub.Recall(request))
+        request = pb.RecallRequest(protocol=PROTOCOL - 1, job="0" * 32, name="state")
+        with pytest.raises(grpc.RpcError, match="the client speaks protocol"):
+            next(stub.Recall(request))
+
+
+def test_a_worker_that_keeps_nothing_says_so(
+    start_worker: Callable[..., Any], job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start_worker()
+    with job(worker):
+        for call in (lambda: keep("state", STATE), lambda: kept("state")):
+            with pytest.raises(UsageError, match="the worker keeps nothing") as refused:
+                call()
+            assert "Start it with --keep SECONDS" in str(refused.value)
+        monkeypatch.delenv(env.POLYXLA_XRT_JOB)
+        with pytest.raises(UsageError, match="a job without a name keeps nothing"):
+            keep("state", STATE)
