@@ -150,12 +150,6 @@ class Worker:
         return self._log.read_text()
 
     @property
-    def left_bytes(self) -> list[int]:
-        """Memory of arrays that was still counted when a job had returned its cores, for each job."""
-        events = [json.loads(line) for line in self.log.splitlines() if '"lease returned"' in line]
-        return [event["left_bytes"] for event in events]
-
-    @property
     def serving_pid(self) -> int:
         pid = self.process.pid
         (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

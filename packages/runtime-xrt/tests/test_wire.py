@@ -117,7 +117,6 @@ class Wire:
             f"closed after {found['closed_s']:.1f} s": found["closed_s"] < GOODBYE_S + SOON_S,
             f"threads are left: {found['threads']}": not found["threads"],
             f"on_lost got {found['lost']}": found["lost"] in ([], [found["error"]]),
-            f"the worker holds {self.worker.left_bytes} bytes": not any(self.worker.left_bytes),
         }
         return [f"{fault}: {what}" for what, is_right in checks.items() if not is_right]
 

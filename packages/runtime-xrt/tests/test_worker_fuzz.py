@@ -300,7 +300,6 @@ def test_malformed_requests_do_not_harm_the_worker(start_worker: Callable[..., A
     assert sent >= REQUESTS
     assert worker.serving_pid == serving, worker.log
     assert resident[3] < GROWTH * resident[1], resident
-    assert not any(worker.left_bytes)
     assert "Traceback" not in worker.log
     assert_serves(worker.address)
 

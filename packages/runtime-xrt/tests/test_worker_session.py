@@ -20,7 +20,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.channels import CHUNK_BYTES
-from polyxla_xrt.server.worker.incoming_array import MisuseError
+from polyxla_xrt.server.worker.incoming_array import IncomingArray, MisuseError
 from polyxla_xrt.server.worker.session import MemoryBudget, Session
 
 TIMEOUT_S = 60
@@ -415,6 +415,29 @@ def test_closing_returns_the_memory_of_an_incomplete_array(peer: Peer) -> None:
     peer.session.close()
     peer.session.close()
     assert peer.budget.held_bytes == 0
+
+
+@pytest.mark.parametrize("at", ["from_host", "add"])
+def test_a_session_that_is_closed_amid_an_upload_returns_its_memory_once(
+    engine: JaxEngine, peer: Peer, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    def closing(do: Callable[..., Any]) -> Callable[..., Any]:
+        def closed(*given: Any) -> Any:
+            # Another thread closes it, twice, while the reader carries out a command.
+            peer.session.close()
+            found = do(*given)
+            peer.session.close()
+            return found
+
+        return closed
+
+    peer.full(1, 1.0)
+    monkeypatch.setattr(engine, "from_host", closing(engine.from_host))
+    if at == "add":
+        monkeypatch.setattr(IncomingArray, "add", closing(IncomingArray.add))
+    peer.full(2, 2.0)
+    assert peer.budget.held_bytes == 0
+    assert peer.session._arrays == {}
 
 
 class Answers:

@@ -374,8 +374,7 @@ class WorkerServicer(LeasingServicer[LeasedJob]):
         seconds = round(time.time() - job.since, 3)
         is_free = job.close()
         glibc_memory.trim()
-        left = {"seconds": seconds, "left_bytes": job.budget.held_bytes}
-        _log.info("lease returned", extra={"event": {"why": job.why.message, **left}})
+        _log.info("lease returned", extra={"event": {"why": job.why.message, "seconds": seconds}})
         if not is_free and not self.leases.is_draining:
             _log.warning("a program of the job cannot be stopped: replacing this process")
             time.sleep(NOTIFY_S)

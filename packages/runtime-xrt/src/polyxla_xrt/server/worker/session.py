@@ -58,9 +58,8 @@ class Session:
     device: later commands, such as another core's half of a collective, may be what the device waits for. So
     uploads and executions are only queued at the engine, and compilations run on `compilers`. Answers come
     from the reader, from compiler threads and from the engine's threads (callbacks of futures); `send` is
-    thread-safe. `_arrays` belongs to the reader; `close` may run on another thread beside the reader's last
-    command, and what that command adds is freed with the engine. `_programs` is also written by the compiler
-    threads, one key at a time.
+    thread-safe. `close` may run on another thread beside a command of the reader, which then frees what that
+    command has added. `_programs` is also written by the compiler threads, one key at a time.
 
     A failed command leaves broken arrays in place of its results: the client has already queued commands that
     use them, and each of these must fail with the same error instead of violating the protocol.
@@ -94,6 +93,8 @@ class Session:
         self._on_broken = on_broken
         self._arrays: dict[int, _SessionArray] = {}
         self._programs: dict[int, Executable] = {}
+        self._is_closed = False
+        self._taking = threading.Lock()
         self._incoming_array: IncomingArray | None = None
         self._incoming_program: _IncomingProgram | None = None
         self._handlers: dict[str, Callable[..., None]] = {
@@ -126,10 +127,14 @@ class Session:
             raise MisuseError(f"{kind} came before the rest of array {self._incoming_array.array}")
         if self._incoming_program and kind not in ("compile", "release"):
             raise MisuseError(f"{kind} came before the rest of a program")
-        if data is None:
-            handler(getattr(command, kind))
-        else:
-            handler(getattr(command, kind), data)
+        try:
+            if data is None:
+                handler(getattr(command, kind))
+            else:
+                handler(getattr(command, kind), data)
+        finally:
+            if self._is_closed:
+                self._free()
 
     def retire(self) -> None:
         """Record that the client will run no more programs, which other replicas must not wait for."""
@@ -140,22 +145,32 @@ class Session:
 
     def close(self) -> None:
         """Free everything. May be called twice."""
+        self._is_closed = True
+        self._free()
+
+    def _free(self) -> None:
         # The list is a copy, because the reader may still add the arrays of its last command.
         for number in list(self._arrays):
             self._forget(number)
         self._programs.clear()
         # An array that the budget refused was never counted.
-        if self._incoming_array and not self._incoming_array.problem:
-            self._budget.give_back(self._incoming_array.size)
-        self._incoming_array = self._incoming_program = None
+        if (incoming := self._take_incoming()) and not incoming.problem:
+            self._budget.give_back(incoming.size)
+        self._incoming_program = None
+
+    def _take_incoming(self) -> IncomingArray | None:
+        """Return the array that is arriving, to one caller only, so that its memory is given back once."""
+        with self._taking:
+            incoming, self._incoming_array = self._incoming_array, None
+        return incoming
 
     def _upload(self, chunk: pb.Upload, data: memoryview | None = None) -> None:
         if self._incoming_array is None:
             self._incoming_array = self._announced(chunk)
         incoming = self._incoming_array
         incoming.add(chunk, chunk.data if data is None else data)
-        if chunk.ends:
-            self._incoming_array = None
+        # `close` may have taken it.
+        if chunk.ends and self._take_incoming():
             self._arrays[chunk.array] = self._arrived(incoming)
 
     def _announced(self, chunk: pb.Upload) -> IncomingArray:
