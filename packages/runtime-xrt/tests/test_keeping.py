@@ -21,6 +21,7 @@ from polyxla.plugin import snapshot
 from polyxla_xrt import env, own_assignment
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config.assignment import Assignment
+from polyxla_xrt.config.resuming import read_resuming
 from polyxla_xrt.errors import WorkerError
 from polyxla_xrt.keeping import keep, kept
 from polyxla_xrt.proto import worker_pb2 as pb
@@ -39,7 +40,8 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     @contextmanager
     def begin(worker: Any, name: str = "mine", ordinal: int = 0) -> Iterator[Lease]:
         monkeypatch.setenv(env.POLYXLA_XRT_JOB, name)
-        with closing(Lease(worker.address, 1, snapshot(), wait_s=SOON_S)) as lease:
+        resuming = read_resuming(snapshot())
+        with closing(Lease(worker.address, 1, snapshot(), wait_s=SOON_S, resuming=resuming)) as lease:
             assignment = Assignment(worker.address, lease.job, (0,), "TPU", ordinal, 1, 0, 1)
             monkeypatch.setattr(own_assignment._own, "assignment", assignment)
             yield lease
@@ -97,6 +99,21 @@ def test_it_outlives_the_process_of_the_worker(
         os.kill(worker.serving_pid, signal.SIGKILL)
     with job(worker):
         assert same(kept("state"))
+        assert kept("other") == {"step": 2}
+
+
+def test_a_job_that_outlives_its_worker_keeps_and_finds(
+    start_worker: Callable[..., Any], job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.POLYXLA_XRT_RESUME, "40")
+    worker = start_worker("--keep", "60")
+    with job(worker):
+        keep("state", STATE)
+        os.kill(worker.serving_pid, signal.SIGKILL)
+        # Meanwhile another thread gets the cores again.
+        assert same(kept("state"))
+        os.kill(worker.serving_pid, signal.SIGKILL)
+        keep("other", {"step": 2})
         assert kept("other") == {"step": 2}
 
 

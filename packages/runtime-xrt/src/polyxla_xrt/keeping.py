@@ -5,20 +5,25 @@ Light: torch is imported when something is kept.
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polyxla import UsageError
 from polyxla.plugin import snapshot
 from polyxla_xrt import env
 from polyxla_xrt.config.assignment import Assignment, read_assignment
+from polyxla_xrt.config.resuming import read_resuming
 from polyxla_xrt.config.variables import find
+from polyxla_xrt.errors import WorkerConnectError
 from polyxla_xrt.own_assignment import leased
 
 if TYPE_CHECKING:
     from polyxla_xrt.client.channel import WorkerChannel
+
+Asked = TypeVar("Asked")
 
 KEEP_S = 30.0
 """Longest wait for the worker in addition to the time of the transfer, in seconds."""
@@ -60,8 +65,8 @@ def keep(name: str, value: Any) -> None:
         for chunk, _ in chunks(data):
             yield pb.KeepRequest(data=bytes(chunk))
 
-    with _worker(assignment, environ) as channel:
-        channel.call("Keep", requests(), timeout=KEEP_S + len(data) / SLOWEST_BYTES_PER_S)
+    limit_s = KEEP_S + len(data) / SLOWEST_BYTES_PER_S
+    _ask(assignment, environ, lambda channel: channel.call("Keep", requests(), timeout=limit_s))
 
 
 def kept(name: str) -> Any:
@@ -77,7 +82,6 @@ def kept(name: str) -> Any:
         UsageError: the job has no name, or the worker keeps nothing.
         WorkerError: the worker is gone.
     """
-    import grpc
     import torch
 
     from polyxla_xrt.proto import worker_pb2 as pb
@@ -85,17 +89,12 @@ def kept(name: str) -> Any:
 
     assignment, environ = _assigned()
     request = pb.RecallRequest(protocol=PROTOCOL, job=assignment.job, name=name)
-    file = io.BytesIO()
-    with _worker(assignment, environ) as channel:
-        try:
-            for reply in channel.call("Recall", request):
-                file.write(reply.data)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return None
-            raise
-    file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=True)
+
+    def recall(channel: WorkerChannel) -> bytes:
+        return b"".join(reply.data for reply in channel.call("Recall", request))
+
+    data = _ask(assignment, environ, recall)
+    return None if data is None else torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _assigned() -> tuple[Assignment, Mapping[str, str]]:
@@ -121,21 +120,43 @@ def _assigned() -> tuple[Assignment, Mapping[str, str]]:
     )
 
 
-@contextlib.contextmanager
-def _worker(assignment: Assignment, environ: Mapping[str, str]) -> Iterator[WorkerChannel]:
-    """Connect to the worker within the context, whose failed calls become errors that say what to do."""
+def _ask(
+    assignment: Assignment, environ: Mapping[str, str], do: Callable[[WorkerChannel], Asked]
+) -> Asked | None:
+    """Call the job's worker; return the answer, or None if there is nothing under the name.
+
+    A job that outlives its worker waits for the next one, which the job gets again first.
+    """
+    from polyxla_xrt.client.probe import RETRY_S
+
+    resuming = read_resuming(environ)
+    addresses = (assignment.address, *(resuming.spares if resuming else ()))
+    deadline = time.monotonic() + (resuming.wait_s if resuming else 0.0)
+    for address in itertools.cycle(addresses):
+        try:
+            return _ask_once(address, environ, do)
+        except (WorkerConnectError, UsageError):
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(RETRY_S)
+    raise AssertionError("a cycle does not end")
+
+
+def _ask_once(address: str, environ: Mapping[str, str], do: Callable[[WorkerChannel], Asked]) -> Asked | None:
     import grpc
 
     from polyxla_xrt.client.channel import WorkerChannel
 
-    channel = WorkerChannel(assignment.address, environ)
+    channel = WorkerChannel(address, environ)
     try:
-        yield channel
+        return do(channel)
     except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            return None
         if error.code() is grpc.StatusCode.ABORTED:
             raise UsageError(
                 f"{channel.where} cannot do this: {error.details()}",
-                where=assignment.address,
+                where=address,
                 fix="Start it with --keep SECONDS, which is the time for the job's next start.",
             ) from None
         raise channel.explain(error) from None

@@ -98,9 +98,9 @@ class Keeper:
             if found is None or found.freed is None or found.freed > time.monotonic():
                 return
             del self._owners[owner]
-        for file, number in found.files.values():
-            os.close(number)
-            self._order(file, None)
+            for file, number in found.files.values():
+                os.close(number)
+                self._order(file, None)
 
     def put(self, file: KeptFile, size: int, chunks: Iterator[bytes]) -> None:
         """Keep bytes under a name, in place of what was there; all of them or, on an error, none.
@@ -120,12 +120,13 @@ class Keeper:
             with self._lock:
                 # Others may have come in the meantime.
                 self._check_room(file, size)
+                # The supervisor must get two files of one name in the order in which they are kept here.
+                self._order(file, number)
                 before = self._owners[file.owner].files.get(file.name)
                 self._owners[file.owner].files[file.name] = (file, number)
         except BaseException:
             os.close(number)
             raise
-        self._order(file, number)
         if before:
             os.close(before[1])
 

@@ -27,7 +27,7 @@ from polyxla_xrt.server.worker.session import failure
 
 BEGIN_S = float(SILENCE_S)
 """Longest wait for a job's process to serve, and for its client to come there, in seconds."""
-DESCRIBE_S = 1.0
+DESCRIBE_S = 0.5
 """Longest wait for a job's process to describe itself, in seconds."""
 ASK = b"?"
 """What a job's process answers with its status. Any other message is a `pb.Failure` that ends the job."""
