@@ -121,6 +121,16 @@ def original(text: str) -> Find:
     return find
 
 
+def granting_fork(job: Job, processes: Sequence[Process]) -> list[Process]:
+    """Find the fork of a worker of several jobs that grants its cores: the first one."""
+    return sorted(forks_of("polyxla worker")(job, processes), key=lambda process: process.pid)[:1]
+
+
+def job_fork(job: Job, processes: Sequence[Process]) -> list[Process]:
+    """Find the forks of such a worker that serve a job each."""
+    return sorted(forks_of("polyxla worker")(job, processes), key=lambda process: process.pid)[1:]
+
+
 @dataclass(frozen=True)
 class Stage:
     """A kind of job.
@@ -181,6 +191,20 @@ STAGES = [
         frozenset({"replica", "worker", "link", "lease holder"}),
         TRAINING,
         ["worker", "--address", "127.0.0.1:0", "--devices", "2", "--json"],
+    ),
+    Stage(
+        "shared worker",
+        {
+            "launcher": root,
+            "replica": replica,
+            "lease holder": having("lease_holder"),
+            "supervisor": original("polyxla worker"),
+            "worker": granting_fork,
+            "job's process": job_fork,
+        },
+        frozenset({"replica", "job's process", "lease holder"}),
+        TRAINING,
+        ["worker", "--address", "127.0.0.1:0", "--devices", "4", "--jobs", "2", "--json"],
     ),
     Stage(
         "warm",
@@ -361,7 +385,7 @@ class Job:
         return Speaking([sys.executable, "-m", "polyxla", *command], self._environ)
 
     def _start_service(self, command: Sequence[str]) -> None:
-        if self.stage.name == "worker":
+        if command[0] == "worker":
             # Clients look for a worker's own token by its address, and these come by the link's.
             token = self._directory / "token"
             token.touch(mode=0o600)

@@ -218,6 +218,24 @@ def test_a_job_that_cannot_be_stopped_ends_with_its_process(
     assert begin(worker.address, 2, wait_s=WAIT_S).step()
 
 
+def test_a_process_that_has_stopped_is_ended(
+    begin: Callable[..., Job], start_worker: Callable[..., Any]
+) -> None:
+    worker = start_worker("--jobs", "2", impatience=(1, 2))
+    other, stopped = begin(worker.address), begin(worker.address)
+    _, _, pid = processes(worker)
+    before = worker.status()["jobs"]
+    os.kill(pid, signal.SIGSTOP)
+    # Its state is the last that it told.
+    assert (
+        [job["sessions"] for job in worker.status()["jobs"]] == [job["sessions"] for job in before] == [1, 1]
+    )
+    assert "is gone" in str(stopped.ended.result(WAIT_S))
+    until(lambda: pid not in processes(worker), lambda: worker.log)
+    assert "a job's process has not answered for 6 s: ending it" in worker.log
+    assert other.step() == begin(worker.address, wait_s=WAIT_S).step()
+
+
 def test_a_job_goes_on_in_a_new_process(worker: Any, begin: Callable[..., Job]) -> None:
     resume = {env.POLYXLA_XRT_RESUME: "40"}
     other, job = begin(worker.address), begin(worker.address, **resume)
@@ -260,6 +278,15 @@ def test_jobs_that_end_at_once_are_both_reaped(monkeypatch: pytest.MonkeyPatch) 
     assert supervised._jobs == set()
     for child in children:
         child.returncode = 0
+
+
+def test_a_process_that_has_stopped_ends_with_its_worker(worker: Any, begin: Callable[..., Job]) -> None:
+    begin(worker.address)
+    pid = processes(worker)[1]
+    os.kill(pid, signal.SIGSTOP)
+    worker.process.terminate()
+    assert worker.process.wait(WAIT_S) == 0
+    until(lambda: not Path(f"/proc/{pid}").exists(), lambda: worker.log)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])

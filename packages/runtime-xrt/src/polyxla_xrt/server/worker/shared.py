@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
+import os
+import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +20,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.bulk_decoding import Decoded
-from polyxla_xrt.protocol.worker import SILENCE_S, format_holder
+from polyxla_xrt.protocol.worker import PING_S, SILENCE_S, format_holder
 from polyxla_xrt.server.worker.keeping import Keeper
 from polyxla_xrt.server.worker.leases import Leases
 from polyxla_xrt.server.worker.platforms.engines import JobEngines
@@ -28,11 +30,18 @@ from polyxla_xrt.server.worker.session import failure
 BEGIN_S = float(SILENCE_S)
 """Longest wait for a job's process to serve, and for its client to come there, in seconds."""
 DESCRIBE_S = 0.5
-"""Longest wait for a job's process to describe itself, in seconds."""
+"""Longest wait for a job's process to describe itself when somebody asks, in seconds."""
+ASK_S, SILENT_S = float(PING_S), 3.0 * SILENCE_S
+"""Time between questions to a job's process, and the time without an answer after which it is ended: it has
+stopped, and its job's cores would never return. In seconds; more than a busy machine takes.
+"""
 ASK = b"?"
 """What a job's process answers with its status. Any other message is a `pb.Failure` that ends the job."""
 MAX_LINE_BYTES = 1 << 16
 """Largest message between the two processes."""
+
+_BEGUN = struct.Struct("!HI")
+"""A process's first message: its port and its pid."""
 
 _log = logging.getLogger("polyxla.worker")
 
@@ -40,11 +49,16 @@ Fork = Callable[[pb.LeaseRequest, int], socket.socket]
 """Starts the process of a job, at a port; returns the line to it, whose end is the job's."""
 
 
+def begun(port: int) -> bytes:
+    """Return the first message of this process, which serves a job at a port."""
+    return _BEGUN.pack(port, os.getpid())
+
+
 class JobProcess:
     """A job in a process of its own, as seen by the process that granted its cores.
 
-    The process is reached by its line: it first sends its port, then answers each `ASK`. It ends when the
-    line is shut, and the line closes when it has ended.
+    The process is reached by its line: it first sends its port and its pid, then answers each `ASK`. It ends
+    when the line is shut, and the line closes when it has ended.
 
     Args:
         request: the job's request.
@@ -76,8 +90,7 @@ class JobProcess:
         self._known = pb.Job(holder=request.holder, since=time.time(), cores=request.cores)
         self._request, self._ports, self._fork, self._on_end = request, ports, fork, on_end
         self._line: socket.socket | None = None
-        self._asking = threading.Lock()
-        self._answers: queue.SimpleQueue[pb.StatusReply] = queue.SimpleQueue()
+        self._answered = threading.Condition()
         threading.Thread(target=self._watch, name="polyxla-job", daemon=True).start()
 
     def _watch(self) -> None:
@@ -87,9 +100,9 @@ class JobProcess:
                 with self._fork(self._request, port) as self._line:
                     if not (first := self._line.recv(MAX_LINE_BYTES)):
                         continue
-                    self.port.set_result(int.from_bytes(first))
-                    while message := self._line.recv(MAX_LINE_BYTES):
-                        self._answers.put(pb.StatusReply.FromString(message))
+                    found, pid = _BEGUN.unpack(first)
+                    self.port.set_result(found)
+                    self._read_answers(self._line, pid)
                 break
         # The process was killed with messages to it unread.
         except OSError:
@@ -105,18 +118,40 @@ class JobProcess:
                 self.port.set_exception(RuntimeError("no process could serve the job"))
             self._on_end(self)
 
-    def describe(self) -> pb.Job:
-        """Return what the process says of its job, or what is known without it if it does not answer."""
-        with self._asking, contextlib.suppress(OSError, queue.Empty):
-            if self._line is not None and self.port.done():
-                # An answer to an earlier question may have come too late.
-                while not self._answers.empty():
-                    self._answers.get_nowait()
-                self._line.send(ASK)
+    def _read_answers(self, line: socket.socket, pid: int) -> None:
+        """Ask again and again, and read the answers; end a process that does not answer."""
+        line.settimeout(ASK_S)
+        heard = time.monotonic()
+        while True:
+            try:
+                if not (message := line.recv(MAX_LINE_BYTES)):
+                    return
+            except TimeoutError:
+                if time.monotonic() - heard > SILENT_S:
+                    _log.warning("a job's process has not answered for %g s: ending it", SILENT_S)
+                    # It is not reaped while its end of the line is open, so the pid is still its own.
+                    os.kill(pid, signal.SIGKILL)
+                self._ask(line)
+                continue
+            heard = time.monotonic()
+            with self._answered:
                 # A process whose client has not come so far has no job.
-                for job in self._answers.get(timeout=DESCRIBE_S).jobs:
+                for job in pb.StatusReply.FromString(message).jobs:
                     self._known = job
-        return self._known
+                self._answered.notify_all()
+
+    def _ask(self, line: socket.socket) -> None:
+        # The line is full of questions if the process has stopped, and shut if it is about to end.
+        with contextlib.suppress(OSError):
+            line.send(ASK, socket.MSG_DONTWAIT)
+
+    def describe(self) -> pb.Job:
+        """Return what the process says of its job, or what it said before if it does not answer."""
+        with self._answered:
+            if self._line is not None and self.port.done() and not self.ended.is_set():
+                self._ask(self._line)
+                self._answered.wait(DESCRIBE_S)
+            return self._known
 
     def end(self, error: PjrtError) -> None:
         """End the job; its processes receive the reason. Only the first reason counts."""

@@ -36,6 +36,7 @@ from polyxla_xrt.server.worker.keeping import Keeper, Kept, KeptFile
 from polyxla_xrt.server.worker.platforms.engines import Served
 from polyxla_xrt.server.worker.platforms.slice_link import link_address
 from polyxla_xrt.server.worker.process import REPLACE, UNOPENED, ServingOptions
+from polyxla_xrt.server.worker.shared import begun
 
 STOP_S = 6.0
 """Longest wait for the serving process to end after SIGTERM, in seconds; then it is killed."""
@@ -89,7 +90,10 @@ def supervise(
         address = join_address(host.strip("[]"), held.getsockname()[1])
         supervisor = _Supervisor(replace(serving, address=address), environ)
         with _published(serving, address, environ):
-            return supervisor.run(lambda served: ready(address, served))
+            try:
+                return supervisor.run(lambda served: ready(address, served))
+            finally:
+                supervisor.end_jobs()
 
 
 def _published(
@@ -153,6 +157,12 @@ class _Supervisor:
                 _log.error("the serving process failed %d times in a row, last with %d", failed_starts, code)
                 return 1
             _log.warning("replacing the serving process", extra={"event": {"code": code}})
+
+    def end_jobs(self) -> None:
+        """Kill the processes of jobs. They end with this process, but one that has stopped would stay."""
+        for pid in list(self._jobs):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _fork(self, alive: int, before: Served | None) -> Served | UsageError | None:
         """Fork a serving process; return what it serves or why it cannot, or None if it died before that."""
@@ -264,7 +274,7 @@ class _Supervisor:
                 _log.info("%s", error.what)
                 return 1
         engines = process.open_engines(serving, self._environ)
-        return process.serve(serving, engines, lambda port: _send_port(line, port), line=line)
+        return process.serve(serving, engines, lambda port: _send(line, begun(port)), line=line)
 
     def _reap(self, *_: object) -> None:
         for pid in list(self._jobs):
@@ -332,8 +342,8 @@ def _order_job(orders: socket.socket, serving: ServingOptions) -> socket.socket:
     return ours
 
 
-def _send_port(line: socket.socket, port: int) -> None:
-    line.send(port.to_bytes(2))
+def _send(line: socket.socket, message: bytes) -> None:
+    line.send(message)
 
 
 def _report(to: socket.socket, found: Served | UsageError, files: Sequence[int] = ()) -> None:
