@@ -80,7 +80,7 @@ class WorkerChannel:
         # started again.
         token = self._token or own_token(self.address, self._environ)
         # The job's process may have ended, and another user may have its port, who must not get the token.
-        if token and not self._token and self._moved:
+        if token and self._moved:
             refuse_another_users(self._moved)
         return (("authorization", f"Bearer {token}"),) if token else ()
 
