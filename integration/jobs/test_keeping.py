@@ -9,21 +9,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from jobs.conftest import Host, Served
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "train_with_kept_state.py"
-STEPS, KILLED_AT, CORES = 20, 13, 2
+STEPS, KILLED_AT = 12, 8
 
 
+@pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_job_goes_on_with_what_it_has_kept(
     here: Host,
     serve: Callable[..., Served],
     launch: Callable[..., subprocess.Popen[str]],
     chosen_worker: tuple[list[str], dict[str, str]],
+    cores: int,
 ) -> None:
-    worker = serve(here, CORES, platform=[*chosen_worker[0], "--keep", "60"])
-    node = {"XRT_TPU_CONFIG": f"tpu_worker;0;{worker.address}", "TPU_NUM_DEVICES": str(CORES)}
+    worker = serve(here, cores, platform=[*chosen_worker[0], "--keep", "60"])
+    node = {"XRT_TPU_CONFIG": f"tpu_worker;0;{worker.address}", "TPU_NUM_DEVICES": str(cores)}
 
     def start(name: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
         command = ["-u", str(PROGRAM), str(STEPS), str(pause_s)]
@@ -38,11 +42,11 @@ def test_a_killed_job_goes_on_with_what_it_has_kept(
             os.kill(killed.pid, signal.SIGKILL)
             break
     found = lines(start("killed"))
-    assert found.count("continues at 10") == CORES
-    assert found.count("step 9") == 0
-    assert found.count("step 10") == CORES
+    assert found.count("continues at 5") == cores
+    assert found.count("step 4") == 0
+    assert found.count("step 5") == cores
     weights = [line for line in whole if line.startswith("weights ")]
-    assert len(weights) == CORES
+    assert len(weights) == cores
     assert sorted(line for line in found if line.startswith("weights ")) == sorted(weights)
 
 

@@ -21,6 +21,12 @@ from polyxla_xrt.keeping import keep, kept
 BATCH, EVERY = 16, 5
 
 
+def say(what: str) -> None:
+    # One write for a line, because replicas share the pipe.
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
+
 def train(index: int, steps: int, pause_s: float) -> None:
     images, labels = datasets()[0].tensors
     torch.manual_seed(0)
@@ -31,7 +37,7 @@ def train(index: int, steps: int, pause_s: float) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
-        print("continues at", first, flush=True)
+        say(f"continues at {first}")
     for step in range(first, steps):
         if step % EVERY == 0:
             keep("training", {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
@@ -44,10 +50,10 @@ def train(index: int, steps: int, pause_s: float) -> None:
         loss.backward()
         xm.optimizer_step(optimizer)
         torch_xla.sync()
-        print("step", step, flush=True)
+        say(f"step {step}")
         time.sleep(pause_s)
     weights = b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())
-    print("weights", hashlib.sha256(weights).hexdigest(), flush=True)
+    say(f"weights {hashlib.sha256(weights).hexdigest()}")
 
 
 if __name__ == "__main__":
