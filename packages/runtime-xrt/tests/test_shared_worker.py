@@ -392,9 +392,12 @@ def test_a_port_that_cannot_be_reached_is_named(worker: Any, monkeypatch: pytest
             "the first and the last port, such as 8471-8472, and --jobs.",
         ),
         (["--job-ports", "8471-8472"], "a worker of one job serves it at its own port"),
+        (["--keep", "nan"], "greater than or equal to 1"),
+        (["--exit-when-idle", "inf"], "less than or equal to"),
+        (["--memory-per-job", "inf"], "less than or equal to"),
         (["--jobs", "2", "--platform", "plugin=/no.so"], "--jobs 2 needs cores that several processes can"),
     ],
-    ids=["one", "few", "none", "alone", "plugin"],
+    ids=["one", "few", "none", "alone", "keep", "idle", "memory", "plugin"],
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], message: str) -> None:
     command = [sys.executable, "-m", "polyxla", "worker", "--address", "127.0.0.1:0", *options]

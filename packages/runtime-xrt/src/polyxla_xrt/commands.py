@@ -21,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
 AddressArgument = Annotated[str, typer.Argument(metavar="HOST:PORT", help="The worker's address.")]
 
 
@@ -61,7 +62,7 @@ def serve(
     ] = False,
     memory_per_job: Annotated[
         float | None,
-        typer.Option(metavar="GIB", min=0.001, help="Memory limit of a job's arrays and programs."),
+        typer.Option(metavar="GIB", min=0.001, max=1e6, help="Memory limit of a job's arrays and programs."),
     ] = None,
     jobs: Annotated[
         int,
@@ -75,14 +76,18 @@ def serve(
     keep: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", min=1, help="How long to keep what a job has kept, after the job's end."
+            metavar="SECONDS",
+            min=1,
+            max=31_536_000,
+            help="How long to keep what a job has kept, after the job's end.",
         ),
     ] = None,
     metrics_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus.")
     ] = None,
     exit_when_idle: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.5, help="Exit after so long without a job.")
+        float | None,
+        typer.Option(metavar="SECONDS", min=0.5, max=31_536_000, help="Exit after so long without a job."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Log JSON lines.")] = False,
 ) -> None:
