@@ -392,7 +392,7 @@ def test_a_port_that_cannot_be_reached_is_named(worker: Any, monkeypatch: pytest
             "the first and the last port, such as 8471-8472, and --jobs.",
         ),
         (["--job-ports", "8471-8472"], "a worker of one job serves it at its own port"),
-        (["--keep", "nan"], "greater than or equal to 1"),
+        (["--keep", "nan"], "less than or equal to 31536000"),
         (["--exit-when-idle", "inf"], "less than or equal to"),
         (["--memory-per-job", "inf"], "less than or equal to"),
         (["--jobs", "2", "--platform", "plugin=/no.so"], "--jobs 2 needs cores that several processes can"),
