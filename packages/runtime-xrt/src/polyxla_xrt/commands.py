@@ -21,7 +21,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-
 AddressArgument = Annotated[str, typer.Argument(metavar="HOST:PORT", help="The worker's address.")]
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import grpc
 
 from polyxla import PolyxlaError, UsageError
-from polyxla.plugin import printable, snapshot
+from polyxla.plugin import printable, shared_secret, snapshot
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.client.probe import RETRY_S
-from polyxla_xrt.config.owner import owner_of
 from polyxla_xrt.config.resuming import Resuming
-from polyxla_xrt.env import TPU_NUM_DEVICES
+from polyxla_xrt.config.variables import find
+from polyxla_xrt.env import POLYXLA_XRT_JOB, TPU_NUM_DEVICES
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol.worker import KEY_BYTES, PROTOCOL, SILENCE_S, format_jobs
@@ -105,7 +105,7 @@ class Lease:
         self._closed = threading.Event()
         self._request = _request(cores, wait_s, stall_timeout_s, pod, owner or JobOwner.current())
         self._request.resumable = resuming is not None
-        self._request.owner = owner_of(environ)
+        self._request.owner = _owner(environ)
         # The processes of the job know its key in advance, also for the next worker.
         self.job = self._request.job = secrets.token_hex(KEY_BYTES)
         try:
@@ -267,6 +267,18 @@ def _request(
         request.host, request.coordinator = pod.host, pod.coordinator
         request.secret = pod.secret
     return request
+
+
+def _owner(environ: Mapping[str, str]) -> str:
+    """Return the secret by which a worker knows the owner of what a job keeps; empty if the job has no name.
+
+    Only this user can derive it, on this machine.
+
+    Raises:
+        UsageError: the user has no private directory.
+    """
+    name = find(environ, POLYXLA_XRT_JOB)
+    return shared_secret(environ, f"kept by {name.text}") if name else ""
 
 
 def _check_cores(asked: int, there: int, address: str) -> None:

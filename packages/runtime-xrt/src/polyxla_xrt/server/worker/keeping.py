@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -32,7 +31,7 @@ class KeptFile:
 
     owner: str
     name: str
-    holder: bytes = field(default=b"", compare=False)
+    holder: bytes = field(compare=False)
 
 
 Kept = dict[KeptFile, int]
@@ -43,7 +42,7 @@ Order = Callable[[KeptFile, int | None], None]
 
 @dataclass
 class _Owner:
-    """Attributes: files: descriptors, by name. freed: when they are freed; None while a job of it runs."""
+    """An owner's files with their descriptors, by name; when they are freed, unless one of its jobs runs."""
 
     files: dict[str, tuple[KeptFile, int]] = field(default_factory=dict)
     freed: float | None = None
@@ -192,7 +191,7 @@ def _size(number: int) -> int:
 
 
 def _read(number: int) -> Iterator[bytes]:
-    with contextlib.closing(os.fdopen(number, "rb", closefd=True)) as file:
+    with os.fdopen(number, "rb") as file:
         at = 0
         # The position is shared with the original, and with other readers.
         while chunk := os.pread(file.fileno(), CHUNK_BYTES, at):

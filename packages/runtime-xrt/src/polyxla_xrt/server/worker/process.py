@@ -83,6 +83,10 @@ class ServingOptions:
     only: str | None = None
     started: float = field(default_factory=time.monotonic)
 
+    def limit_bytes(self, served: Served) -> int:
+        """Return the limit of a job's arrays on these cores."""
+        return self.memory_limit_bytes or served.memory_bytes
+
 
 def open_engines(
     serving: ServingOptions, environ: Mapping[str, str], before: Served | None = None
@@ -117,7 +121,7 @@ def open_engines(
 def serve(
     serving: ServingOptions,
     engines: JobEngines,
-    ready: Callable[[int], None],
+    ready: Callable[[int], object],
     fork: Callable[[ServingOptions], socket.socket] | None = None,
     line: socket.socket | None = None,
     keeper: Keeper | None = None,
@@ -144,7 +148,7 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # From here on, SIGTERM ends the running job with a reason, instead of killing the process.
     signal.signal(signal.SIGTERM, lambda *_: end(0))
-    limit = serving.memory_limit_bytes or engines.served.memory_bytes
+    limit = serving.limit_bytes(engines.served)
     servicer: LeasingServicer[Any]
     if fork:
         servicer = SharedServicer(

@@ -43,8 +43,8 @@ from polyxla_xrt.server.worker.platforms.engines import JobEngines
 
 ATTACH_S = 110.0
 """Longest wait for a job's engine to start, in seconds: less than the client's, more than a TPU's takes."""
-ATTACH_COMMAND_S = 5.0
-"""Longest wait for a session's first command, in seconds."""
+FIRST_S = 5.0
+"""Longest wait for the first message of a call that sends several, in seconds."""
 MAX_WORKERS = 1024
 """Maximum number of workers of a job."""
 MAX_NAME_CHARS = 300
@@ -65,16 +65,19 @@ class KeyedJob(Job, Protocol):
     Attributes:
         key: the secret.
         owner: a secret of its owner; empty for a job that keeps nothing.
+        holder: the process that owns it.
     """
 
     key: str
     owner: str
+    holder: pb.Holder
 
     def end(self, error: PjrtError) -> None:
         """End the job; its processes receive the reason. Only the first reason counts."""
 
 
 JobT = TypeVar("JobT", bound=KeyedJob)
+Request = TypeVar("Request")
 
 
 class LeasingServicer(ABC, Generic[JobT]):
@@ -217,16 +220,9 @@ class LeasingServicer(ABC, Generic[JobT]):
 
     def Keep(self, requests: Iterator[pb.KeepRequest], context: Any) -> pb.KeepReply:  # noqa: N802
         """Keep bytes under a name for later jobs of the same owner."""
-        # A client that sends nothing would occupy a thread of the server for as long as it likes.
-        timer = threading.Timer(ATTACH_COMMAND_S, context.cancel)
-        timer.daemon = True
-        timer.start()
-        try:
-            first = next(requests, pb.KeepRequest())
-        finally:
-            timer.cancel()
+        first = _first(requests, pb.KeepRequest(), context)
         keeper, job = self._keeping_job(first, context)
-        file = KeptFile(job.owner, first.name, job.describe().holder.SerializeToString())
+        file = KeptFile(job.owner, first.name, job.holder.SerializeToString())
         data = (request.data for request in chain([first], requests))
         try:
             keeper.put(file, first.size, data)
@@ -466,17 +462,22 @@ def _read(requests: Iterator[Iterable[Decoded]], job: LeasedJob, process: Attach
         process.outbox.close()
 
 
-def attach_command(requests: Iterator[Iterable[Decoded]], context: Any) -> pb.Attach:
-    """Return the first command of a session; abort the call if it is another one."""
-    # A client that sends no command would occupy a thread of the server for as long as it likes.
-    timer = threading.Timer(ATTACH_COMMAND_S, context.cancel)
+def _first(requests: Iterator[Request], nothing: Request, context: Any) -> Request:
+    """Return the first message of a call, or `nothing` if it ends without one."""
+    # A client that sends none would occupy a thread of the server for as long as it likes.
+    timer = threading.Timer(FIRST_S, context.cancel)
     timer.daemon = True
     timer.start()
     try:
-        # Two commands are enough to see that Attach is not alone: the batch may hold a million.
-        first = list(islice(next(requests, ()), 2))
+        return next(requests, nothing)
     finally:
         timer.cancel()
+
+
+def attach_command(requests: Iterator[Iterable[Decoded]], context: Any) -> pb.Attach:
+    """Return the first command of a session; abort the call if it is another one."""
+    # Two commands are enough to see that Attach is not alone: the batch may hold a million.
+    first = list(islice(_first(requests, (), context), 2))
     if len(first) != 1 or first[0].message.WhichOneof("kind") != "attach":
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first command of a session must be Attach")
     attach: pb.Attach = first[0].message.attach

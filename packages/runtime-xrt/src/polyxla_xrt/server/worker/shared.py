@@ -69,6 +69,7 @@ class JobProcess:
     Attributes:
         key: the job's key.
         owner: the secret of its owner.
+        holder: the process that owns it.
         cores: number of cores that it holds.
         ended: set once the job is over.
         gone: set once its process has ended.
@@ -84,6 +85,7 @@ class JobProcess:
     ) -> None:
         self.key: str = request.job
         self.owner: str = request.owner
+        self.holder: pb.Holder = request.holder
         self.cores: int = request.cores
         self.ended, self.gone = threading.Event(), threading.Event()
         self.port: Future[int] = Future()
@@ -109,7 +111,7 @@ class JobProcess:
             pass
         finally:
             # A process that was killed has logged nothing.
-            who = format_holder(self._known.holder)
+            who = format_holder(self.holder)
             seconds = round(time.time() - self._known.since, 3)
             _log.info("a job's process has ended", extra={"event": {"holder": who, "seconds": seconds}})
             self.ended.set()

@@ -206,7 +206,8 @@ class _Supervisor:
                     case file:
                         if (before := self._kept.pop(file, None)) is not None:
                             os.close(before)
-                        self._kept.update(zip([file], files, strict=False))
+                        if files:
+                            self._kept[file] = files[0]
         self._orders = None
 
     def _fork_job(self, alive: int, serving: ServingOptions, line: socket.socket) -> None:
@@ -248,10 +249,11 @@ class _Supervisor:
         try:
             engines = process.open_engines(self._serving, self._environ, before)
             port = int(self._serving.address.rpartition(":")[2])
-            limit, fork, keeper = self._serving.memory_limit_bytes or engines.served.memory_bytes, None, None
+            fork, keeper = None, None
             if orders and self._serving.max_jobs > 1:
                 fork = partial(_order_job, orders)
             if orders and self._serving.keep_s:
+                limit = self._serving.limit_bytes(engines.served)
                 keeper = Keeper(self._serving.keep_s, limit, self._kept, partial(_order, orders))
             return process.serve(
                 self._serving,
@@ -274,7 +276,7 @@ class _Supervisor:
                 _log.info("%s", error.what)
                 return 1
         engines = process.open_engines(serving, self._environ)
-        return process.serve(serving, engines, lambda port: _send(line, begun(port)), line=line)
+        return process.serve(serving, engines, lambda port: line.send(begun(port)), line=line)
 
     def _reap(self, *_: object) -> None:
         for pid in list(self._jobs):
@@ -340,10 +342,6 @@ def _order_job(orders: socket.socket, serving: ServingOptions) -> socket.socket:
     with theirs:
         _order(orders, serving, theirs.fileno())
     return ours
-
-
-def _send(line: socket.socket, message: bytes) -> None:
-    line.send(message)
 
 
 def _report(to: socket.socket, found: Served | UsageError, files: Sequence[int] = ()) -> None:
