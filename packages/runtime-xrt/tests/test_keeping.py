@@ -18,6 +18,7 @@ import torch
 
 from polyxla import UsageError
 from polyxla.plugin import snapshot
+from polyxla_testing.processes import wait_until
 from polyxla_xrt import env, own_assignment
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config.assignment import Assignment
@@ -110,7 +111,7 @@ def test_a_job_that_outlives_its_worker_keeps_and_finds(
     with job(worker):
         keep("state", STATE)
         os.kill(worker.serving_pid, signal.SIGKILL)
-        # Meanwhile another thread gets the cores again.
+        # A thread of the lease gets the cores again.
         assert same(kept("state"))
         os.kill(worker.serving_pid, signal.SIGKILL)
         keep("other", {"step": 2})
@@ -122,7 +123,8 @@ def test_it_is_freed_in_time(start_worker: Callable[..., Any], job: Callable[...
     with job(worker):
         keep("state", STATE)
         (during,) = worker.status()["kept"]
-        files = kept_files(worker)
+        # The supervisor has it, and the process that serves.
+        wait_until(lambda: kept_files(worker) == 2, "two files")
         time.sleep(2.5)
         # The time begins with the end of the job.
         assert same(kept("state"))
@@ -130,12 +132,7 @@ def test_it_is_freed_in_time(start_worker: Callable[..., Any], job: Callable[...
     assert (during["name"], during["bytes"], during["user"]) == (after["name"], after["bytes"], after["user"])
     assert "left_s" not in during
     assert 0 < after["left_s"] <= 2
-    deadline = time.monotonic() + SOON_S
-    while worker.status()["kept"] or kept_files(worker):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    # The supervisor had it, and the process that serves.
-    assert files == 2
+    wait_until(lambda: not worker.status()["kept"] and not kept_files(worker), "no files", SOON_S)
     with job(worker):
         assert kept("state") is None
 
@@ -194,7 +191,8 @@ def test_a_broken_transfer_leaves_what_was_there(
     worker = start_worker("--keep", "60")
     with job(worker) as lease:
         keep("state", STATE)
-        files = kept_files(worker)
+        # The supervisor gets it a moment later.
+        wait_until(lambda: kept_files(worker) == 2, "two files")
         with grpc.insecure_channel(worker.address) as channel:
             requests = [
                 pb.KeepRequest(protocol=PROTOCOL, job=lease.job, name="state", size=size),
@@ -203,7 +201,7 @@ def test_a_broken_transfer_leaves_what_was_there(
             with pytest.raises(grpc.RpcError, match=says):
                 worker_pb2_grpc.WorkerStub(channel).Keep(iter(requests))
         assert same(kept("state"))
-        assert kept_files(worker) == files
+        wait_until(lambda: kept_files(worker) == 2, "two files, and no more")
 
 
 def test_a_key_that_no_job_has_reads_nothing(

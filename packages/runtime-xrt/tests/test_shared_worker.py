@@ -27,6 +27,7 @@ from polyxla.plugin import snapshot
 from polyxla_bridge.engine import memory_accounting
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_testing.processes import wait_until
 from polyxla_xrt import env
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
@@ -119,13 +120,6 @@ def processes(worker: Any) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def until(holds: Callable[[], Any], what: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.02)
-
-
 def test_two_jobs_compute_at_once_and_a_third_waits(worker: Any, begin: Callable[..., Job]) -> None:
     first, second = begin(worker.address), begin(worker.address)
     assert first.step() == second.step()
@@ -139,7 +133,7 @@ def test_two_jobs_compute_at_once_and_a_third_waits(worker: Any, begin: Callable
         begin(worker.address)
     with ThreadPoolExecutor(1) as pool:
         third = pool.submit(begin, worker.address, wait_s=WAIT_S)
-        until(lambda: worker.status()["waiting"] == 1, worker.status)
+        wait_until(lambda: worker.status()["waiting"] == 1, "a waiting job", WAIT_S)
         first.close()
         assert third.result(WAIT_S).step() == second.step() or third.result().step()
     assert "whose cores are held by" in third.result().said[0]
@@ -213,7 +207,7 @@ def test_a_job_that_cannot_be_stopped_ends_with_its_process(
     # The other replica never comes.
     stuck.engine.execute(program, stuck.device, [one])
     stuck.lease.close()
-    until(lambda: stuck_pid not in processes(worker), lambda: worker.log)
+    wait_until(lambda: stuck_pid not in processes(worker), "the end of a job's process", WAIT_S)
     assert other.step()
     assert begin(worker.address, 2, wait_s=WAIT_S).step()
 
@@ -231,7 +225,7 @@ def test_a_process_that_has_stopped_is_ended(
         [job["sessions"] for job in worker.status()["jobs"]] == [job["sessions"] for job in before] == [1, 1]
     )
     assert "is gone" in str(stopped.ended.result(WAIT_S))
-    until(lambda: pid not in processes(worker), lambda: worker.log)
+    wait_until(lambda: pid not in processes(worker), "the end of a job's process", WAIT_S)
     assert "a job's process has not answered for 6 s: ending it" in worker.log
     assert other.step() == begin(worker.address, wait_s=WAIT_S).step()
 
@@ -243,7 +237,7 @@ def test_a_job_goes_on_in_a_new_process(worker: Any, begin: Callable[..., Job]) 
     found = []
     for number in range(30):
         if number in (0, 7, 20):
-            until(lambda: len(processes(worker)) == 3, lambda: processes(worker))
+            wait_until(lambda: len(processes(worker)) == 3, "the processes of two jobs", WAIT_S)
             os.kill(processes(worker)[-1], signal.SIGKILL)
         found.append(job.step())
     assert found == expected
@@ -286,7 +280,7 @@ def test_a_process_that_has_stopped_ends_with_its_worker(worker: Any, begin: Cal
     os.kill(pid, signal.SIGSTOP)
     worker.process.terminate()
     assert worker.process.wait(WAIT_S) == 0
-    until(lambda: not Path(f"/proc/{pid}").exists(), lambda: worker.log)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of a job's process", WAIT_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])
