@@ -173,10 +173,13 @@ def test_a_job_moves_from_port_to_port(
     whole = train(addresses[0], "decoder", 2, steps=LONG_STEPS)
 
     def move(step: int) -> None:
-        if step and step % (LONG_STEPS // 5) == 0:
-            # The worker that the job is on ends, and starts again while the job is on the other one.
-            place = step // (LONG_STEPS // 5) % 2 ^ 1
+        number, since = divmod(step, LONG_STEPS // 5)
+        place = number % 2 ^ 1
+        # The worker that the job is on ends. The job waits at every fifth step, so the tenth after it is done
+        # by the other worker. Started again before that, this one could take the job back.
+        if number and since == 0:
             kill(workers[place], and_supervisor=True)
+        elif number and since == 10:
             workers[place] = serve(here, 2, int(addresses[place].rpartition(":")[2]))
 
     moved = train(
