@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -29,18 +27,16 @@ def test_a_killed_job_goes_on_with_what_it_has_kept(
     worker = serve(here, cores, platform=[*chosen_worker[0], "--keep", "60"])
     node = {"XRT_TPU_CONFIG": f"tpu_worker;0;{worker.address}", "TPU_NUM_DEVICES": str(cores)}
 
-    def start(name: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
-        command = ["-u", str(PROGRAM), str(STEPS), str(pause_s)]
+    def start(name: str, *waits_after: str) -> subprocess.Popen[str]:
+        command = [str(PROGRAM), str(STEPS), *waits_after]
         return launch(here, *command, **node, POLYXLA_XRT_JOB=name, POLYXLA_WAIT_S="60")
 
     whole = lines(start("whole"))
-    killed = start("killed", 0.2)
+    killed = start("killed", str(KILLED_AT))
     assert killed.stdout is not None
-    for line in killed.stdout:
-        if line == f"step {KILLED_AT}\n":
-            # Replicas notice that their launcher is gone.
-            os.kill(killed.pid, signal.SIGKILL)
-            break
+    assert f"step {KILLED_AT}\n" in killed.stdout
+    # Replicas notice that their launcher is gone.
+    killed.kill()
     found = lines(start("killed"))
     assert found.count("continues at 5") == cores
     assert found.count("step 4") == 0

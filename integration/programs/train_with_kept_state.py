@@ -1,6 +1,6 @@
 """Train with what an earlier start has kept on the worker; print each step, and at the end the weights' bits.
 
-Arguments: the number of steps, and the seconds after each.
+Arguments: the number of steps, and, if it is to be killed, the step after which it waits for that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from polyxla_examples.digits import datasets
 from polyxla_xrt.keeping import keep, kept
 
 BATCH, EVERY = 16, 5
+WAIT_S = 300
 
 
 def say(what: str) -> None:
@@ -28,7 +29,7 @@ def say(what: str) -> None:
     sys.stdout.flush()
 
 
-def train(index: int, steps: int, pause_s: float) -> None:
+def train(index: int, steps: int, waits_after: int | None = None) -> None:
     images, labels = datasets()[0].tensors
     torch.manual_seed(0)
     model = nn.Linear(images[0].numel(), 10).to(torch_xla.device())
@@ -52,10 +53,11 @@ def train(index: int, steps: int, pause_s: float) -> None:
         xm.optimizer_step(optimizer)
         torch_xla.sync()
         say(f"step {step}")
-        time.sleep(pause_s)
+        if step == waits_after:
+            time.sleep(WAIT_S)
     weights = b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())
     say(f"weights {hashlib.sha256(weights).hexdigest()}")
 
 
 if __name__ == "__main__":
-    torch_xla.launch(train, args=(int(sys.argv[1]), float(sys.argv[2])))
+    torch_xla.launch(train, args=tuple(map(int, sys.argv[1:])))
