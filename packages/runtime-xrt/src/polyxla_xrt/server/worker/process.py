@@ -43,6 +43,8 @@ REPLACE = 75
 """Exit code that asks the supervisor for a new serving process."""
 UNOPENED = 76
 """Exit code that asks for a new process a moment later: the cores could not be opened again."""
+SIGNAL_S = 1.0
+"""Longest time until a signal takes effect, in seconds."""
 SWITCH_INTERVAL_S = 1e-4
 """GIL switch interval, in seconds."""
 _SPARE_CALLS = 32
@@ -181,7 +183,9 @@ def serve(
     ready(port)
     if line:
         threading.Thread(target=_answer, args=(line, servicer, end), name="polyxla-line", daemon=True).start()
-    ended.wait()
+    # A signal that arrives just before the wait does not interrupt it.
+    while not ended.wait(SIGNAL_S):
+        pass
     if servicer.leases.jobs:
         # This process ends before the job's engine is closed, and with it the log of the lease's return.
         _log.info("ending %d job(s): the worker was stopped", len(servicer.leases.jobs))

@@ -121,10 +121,15 @@ class _Supervisor:
         self._orders: socket.socket | None = None
         self._jobs: set[int] = set()
         self._kept: Kept = {}
+        # Signals write to this socket, which wakes the thread from `select`: one that arrives just before
+        # a call that waits would not interrupt it.
+        self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
 
     def run(self, ready: Callable[[Served], None]) -> int:
         # The other end closes when this process ends, however it ends.
         alive, self._life = os.pipe()
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         for number in _STOPPING:
             signal.signal(number, self._stop)
         signal.signal(signal.SIGCHLD, self._reap)
@@ -138,8 +143,7 @@ class _Supervisor:
                 served = found
             if self._orders:
                 self._take_orders(alive, self._orders)
-            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-            self._pid = 0
+            code = self._wait_for_end()
             if self._is_stopping or code == 0:
                 return 0
             # Starting again would not correct what is wrong with the options.
@@ -157,6 +161,24 @@ class _Supervisor:
                 _log.error("the serving process failed %d times in a row, last with %d", failed_starts, code)
                 return 1
             _log.warning("replacing the serving process", extra={"event": {"code": code}})
+
+    def _wait_for_end(self) -> int:
+        """Wait for the end of the serving process; return its exit code."""
+        while True:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._pid = 0
+                return os.waitstatus_to_exitcode(status)
+            # Its end is a signal, too.
+            select.select([self._woken], [], [])
+            self._woken.recv(4096)
+
+    def _receive(self, connection: socket.socket, files: int) -> tuple[bytes, list[int]]:
+        """Wait for a message and its files; return nothing if the other end was closed."""
+        while connection not in select.select([connection, self._woken], [], [])[0]:
+            self._woken.recv(4096)
+        text, found, _, _ = socket.recv_fds(connection, _MAX_REPORT_BYTES, files)
+        return text, found
 
     def end_jobs(self) -> None:
         """Kill the processes of jobs. They end with this process, but one that has stopped would stay."""
@@ -184,7 +206,7 @@ class _Supervisor:
         if order:
             order.close()
         with ours:
-            report, found, _, _ = socket.recv_fds(ours, _MAX_REPORT_BYTES, _MAX_LISTENERS)
+            report, found = self._receive(ours, _MAX_LISTENERS)
         if found:
             # The new process listens already, so no client finds the port closed in between.
             turn_away(self._listeners)
@@ -196,7 +218,7 @@ class _Supervisor:
         """Do what the serving process orders, until it has ended."""
         with orders:
             while True:
-                text, files, _, _ = socket.recv_fds(orders, _MAX_REPORT_BYTES, 1)
+                text, files = self._receive(orders, 1)
                 if not text:
                     break
                 match pickle.loads(text):
@@ -231,6 +253,9 @@ class _Supervisor:
                 os.close(number)
             if self._orders:
                 self._orders.close()
+            signal.set_wakeup_fd(-1)
+            self._woken.close()
+            self._wakes.close()
             # A terminal sends Ctrl-C to both processes; the supervisor decides and sends SIGTERM.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             for inherited in (signal.SIGTERM, signal.SIGCHLD):
