@@ -16,16 +16,13 @@ group is a part of the replicas, looks whether they wait for each other in a cir
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import mmap
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from polyxla_bridge.abi import Code
@@ -33,6 +30,7 @@ from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import Executable
 from polyxla_bridge.sealing import sealed, unsealed
+from polyxla_bridge.shared_file import SharedFile
 
 DISAGREE = "replicas disagree"
 """What a report of a disagreement begins with; the launcher knows it too."""
@@ -48,10 +46,9 @@ _WORD = 8
 # The first word of a channel is the group, and the second is the number of collectives.
 _HEADER_WORDS = 2
 _CHANNEL_WORDS = _HEADER_WORDS + RING
-_TOKEN_WORDS = 2
-# The word behind the token says whether any replica meets only some of the others.
-_DIVIDED = _TOKEN_WORDS
-_BOARD_WORDS = _TOKEN_WORDS + 1
+# The first word says whether any replica meets only some of the others.
+_DIVIDED = 0
+_BOARD_WORDS = 1
 RUNS = 256
 """Changes of the group in a program that are kept; a replica with more counts as not waiting."""
 # The program begins with a version, which is odd while the program is written, and with the number of runs.
@@ -134,26 +131,21 @@ class Agreement:
     def _share(self, link: Any, settings: BridgeSettings) -> mmap.mmap:
         """Return the board of process 0, or if it is on another machine, one of this process's own."""
         if settings.process == 0:
-            # The kernel frees this file with the last process that uses it, however the processes end.
-            number = os.memfd_create("polyxla-board")
-            os.ftruncate(number, self._size)
-            board, token = mmap.mmap(number, self._size), os.urandom(_TOKEN_WORDS * _WORD)
-            board[: len(token)] = token
-            # The others open the file by its name in /proc, so this process keeps it open. They recognise it
-            # by the token.
-            address = json.dumps([os.getpid(), number, token.hex()]).encode()
+            # The others open the file by its address, so this process keeps it open.
+            file = SharedFile.make("polyxla-board", self._size)
+            address = json.dumps(file.address).encode()
             link.key_value_set_bytes(_KEY, sealed(settings.secret, _KEY, address), allow_overwrite=True)
-            return board
+            return mmap.mmap(file.descriptor, self._size)
         found = link.blocking_key_value_get_bytes(_KEY, _TIMEOUT_S * 1000)
         try:
-            host, number, token = json.loads(unsealed(settings.secret, _KEY, found))
+            address = json.loads(unsealed(settings.secret, _KEY, found))
         except ValueError as error:
             raise PjrtError(Code.FAILED_PRECONDITION, str(error)) from error
-        # Process 0 may be on another machine. A process here may have its number, with another file or none.
-        with contextlib.suppress(OSError, ValueError), Path(f"/proc/{host}/fd/{number}").open("r+b") as file:
-            board = mmap.mmap(file.fileno(), self._size)
-            if board[: _TOKEN_WORDS * _WORD].hex() == token:
-                return board
+        opened = SharedFile.open(address, self._size)
+        if opened is not None:
+            board = mmap.mmap(opened.descriptor, self._size)
+            opened.close()
+            return board
         return self._own()
 
     def program(self, executable: Executable, replica: int) -> Program:
