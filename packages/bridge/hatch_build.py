@@ -15,7 +15,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FLAGS = ["-fPIC", "-O2", "-pthread", "-Wall", "-Wextra", "-Werror"]
+FLAGS = ["-fPIC", "-O3", "-pthread", "-Wall", "-Wextra", "-Werror"]
 LANGUAGES = {
     "*.c": ("CC", "cc", ["-std=c11"]),
     # Without sized operator delete, of GCC 5, the wheel fits manylinux_2_17.

@@ -1,0 +1,204 @@
+/* Collectives of replicas of one machine, which programs call by XLA's foreign function interface.
+ *
+ * The arrays go through the replicas' buffers in pieces. Every replica adds in the order of the replicas, so all get the
+ * same bits, in every run.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "ffi.h"
+#include "reduction.h"
+#include "shared_memory.h"
+
+/* Each replica reduces all of so small a piece itself: a second wait would take longer. */
+enum { SMALL_BYTES = 1 << 15, MOST_MEMBERS = 512 };
+
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+static size_t bytes_of(const FfiBuffer *buffer) {
+  size_t size = polyxla_width(buffer->type);
+  for (int64_t i = 0; i < buffer->rank; i++) size *= buffer->dims[i];
+  return size;
+}
+
+static void *create_error(const FfiCall *call, int code, const char *text) {
+  FfiErrorArgs args = {.size = sizeof args, .message = text, .code = code};
+  return call->api->create_error(&args);
+}
+
+static const void *find(const FfiAttributes *attributes, const char *name) {
+  for (int64_t i = 0; i < attributes->count; i++)
+    if (attributes->names[i]->length == strlen(name) &&
+        memcmp(attributes->names[i]->text, name, strlen(name)) == 0)
+      return attributes->values[i];
+  return NULL;
+}
+
+static int64_t number(const FfiCall *call, const char *name) {
+  return *(const int64_t *)((const FfiScalar *)find(&call->attributes, name))->value;
+}
+
+/* Several arrays, of which each operation takes a part as if they were one. */
+typedef struct {
+  FfiBuffer **arrays;
+  int64_t count;
+} Row;
+
+static void copy(const Row *row, size_t offset, char *buffer, size_t size, bool is_read) {
+  for (int64_t i = 0; i < row->count && size > 0; i++) {
+    size_t whole = bytes_of(row->arrays[i]);
+    if (offset >= whole) {
+      offset -= whole;
+      continue;
+    }
+    size_t some = least(whole - offset, size);
+    char *array = (char *)row->arrays[i]->data + offset;
+    if (is_read) memcpy(buffer, array, some); else memcpy(array, buffer, some);
+    buffer += some;
+    size -= some;
+    offset = 0;
+  }
+}
+
+/* Publishes a piece of the operands, and waits for those of the others. */
+static bool exchange(Group *group, const Row *row, size_t offset, size_t size, const char **pieces) {
+  char *buffer = polyxla_next_buffer(group);
+  if (buffer == NULL) return false;
+  copy(row, offset, buffer, size, true);
+  polyxla_publish(group);
+  return polyxla_await(group, pieces);
+}
+
+/* Where a member's part of a piece begins: each reduces one part, of whole numbers. */
+static size_t part(size_t size, int count, int member, size_t width) {
+  return size / width * member / count * width;
+}
+
+static bool all_reduce(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+  Reduction how = number(call, "reduction");
+  int type = in.arrays[0]->type;
+  size_t total = 0, step = polyxla_buffer_size(group->job), width = polyxla_width(type);
+  for (int64_t i = 0; i < in.count; i++) total += bytes_of(in.arrays[i]);
+  for (size_t offset = 0; offset < total; offset += step) {
+    size_t size = least(step, total - offset);
+    if (!exchange(group, &in, offset, size, pieces)) return false;
+    if (size <= SMALL_BYTES) {
+      char sum[SMALL_BYTES];
+      polyxla_reduce(sum, pieces, group->count, size, type, how);
+      polyxla_release(group);
+      copy(&out, offset, sum, size, false);
+      continue;
+    }
+    size_t start = part(size, group->count, group->own, width), end = part(size, group->count, group->own + 1, width);
+    char *buffer = polyxla_next_buffer(group);
+    if (buffer == NULL) return false;
+    for (int i = 0; i < group->count; i++) pieces[i] += start;
+    polyxla_reduce(buffer, pieces, group->count, end - start, type, how);
+    polyxla_release(group);
+    polyxla_publish(group);
+    if (!polyxla_await(group, pieces)) return false;
+    for (int i = 0; i < group->count; i++) {
+      start = part(size, group->count, i, width), end = part(size, group->count, i + 1, width);
+      copy(&out, offset + start, (char *)pieces[i], end - start, false);
+    }
+    polyxla_release(group);
+  }
+  return true;
+}
+
+/* The sizes of an array in bytes: along the dimension, and of what is behind it. */
+static size_t behind(const FfiBuffer *array, int64_t dimension) {
+  size_t size = polyxla_width(array->type);
+  for (int64_t i = dimension; i < array->rank; i++) size *= array->dims[i];
+  return size;
+}
+
+static bool all_gather(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+  size_t total = bytes_of(in.arrays[0]), step = polyxla_buffer_size(group->job);
+  /* Each member's rows alternate with those of the others. */
+  size_t row = behind(in.arrays[0], number(call, "dimension"));
+  for (size_t offset = 0; offset < total; offset += step) {
+    size_t size = least(step, total - offset);
+    if (!exchange(group, &in, offset, size, pieces)) return false;
+    for (int i = 0; i < group->count; i++)
+      for (size_t at = offset; at < offset + size;) {
+        size_t some = least(row - at % row, offset + size - at);
+        size_t place = (at / row * group->count + i) * row + at % row;
+        memcpy((char *)out.arrays[0]->data + place, pieces[i] + (at - offset), some);
+        at += some;
+      }
+    polyxla_release(group);
+  }
+  return true;
+}
+
+static bool reduce_scatter(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+  Reduction how = number(call, "reduction");
+  int type = in.arrays[0]->type;
+  size_t total = bytes_of(in.arrays[0]), step = polyxla_buffer_size(group->job);
+  size_t row = behind(out.arrays[0], number(call, "dimension"));
+  for (size_t offset = 0; offset < total; offset += step) {
+    size_t size = least(step, total - offset);
+    if (!exchange(group, &in, offset, size, pieces)) return false;
+    for (size_t at = offset; at < offset + size;) {
+      size_t some = least(row - at % row, offset + size - at);
+      size_t number_of_row = at / row;
+      if (number_of_row % group->count == (size_t)group->own) {
+        const char *rows[MOST_MEMBERS];
+        for (int i = 0; i < group->count; i++) rows[i] = pieces[i] + (at - offset);
+        char *result = (char *)out.arrays[0]->data + number_of_row / group->count * row + at % row;
+        polyxla_reduce(result, rows, group->count, some, type, how);
+      }
+      at += some;
+    }
+    polyxla_release(group);
+  }
+  return true;
+}
+
+typedef bool Collective(Group *group, const FfiCall *call, Row in, Row out, const char **pieces);
+
+/* Finds this replica's group, and carries out the collective. The last two arguments are the replica's number in the
+ * program and the ticket of the collective before, the last result is the ticket: collectives that do not depend on
+ * each other must run in the same order on all replicas. */
+static void *run(FfiCall *call, Collective *collective, const char *what) {
+  if (call->extensions != NULL && call->extensions->type == FFI_METADATA) {
+    FfiMetadata *metadata = ((FfiMetadataExtension *)call->extensions)->metadata;
+    metadata->version.major = FFI_MAJOR;
+    metadata->version.minor = FFI_MINOR;
+    return NULL;
+  }
+  if (call->stage != FFI_EXECUTE) return NULL;
+  int64_t operands = call->arguments.count - 2;
+  int64_t replica = *(const uint32_t *)call->arguments.buffers[operands]->data;
+  const FfiArray *groups = find(&call->attributes, "groups"), *devices = find(&call->attributes, "devices");
+  const int64_t *numbers = groups->data, *places = devices->data;
+  int64_t count = number(call, "group_size"), members[MOST_MEMBERS];
+  Group group = {.members = members, .count = count, .own = -1, .what = what};
+  for (size_t i = 0; i < groups->count; i++)
+    if (numbers[i] == replica) {
+      size_t first = i - i % count;
+      group.own = i - first;
+      for (int64_t member = 0; member < count; member++) {
+        int64_t own = numbers[first + member];
+        members[member] = devices->count ? places[own] : own;
+      }
+      break;
+    }
+  group.job = polyxla_begin_use();
+  if (group.job == NULL)
+    return create_error(call, FFI_FAILED_PRECONDITION, "the replicas of this job share no memory");
+  const char *pieces[MOST_MEMBERS];
+  Row in = {call->arguments.buffers, operands}, out = {call->results.buffers, operands};
+  bool is_done = group.own >= 0 && polyxla_is_local(group.job, members[group.own]) &&
+                 collective(&group, call, in, out, pieces);
+  *(uint32_t *)call->results.buffers[operands]->data = 0;
+  polyxla_end_use(group.job);
+  if (is_done) return NULL;
+  if (group.code == 0) return create_error(call, FFI_FAILED_PRECONDITION, "this process does not run the replica");
+  return create_error(call, group.code, group.error);
+}
+
+void *polyxla_all_reduce(FfiCall *call) { return run(call, all_reduce, "an all-reduce"); }
+void *polyxla_all_gather(FfiCall *call) { return run(call, all_gather, "an all-gather"); }
+void *polyxla_reduce_scatter(FfiCall *call) { return run(call, reduce_scatter, "a reduce-scatter"); }
