@@ -97,6 +97,12 @@ not count: only a replica that never arrives is a stall.
 Default: 300.
 """
 
+POLYXLA_SHARED_MEMORY = "POLYXLA_SHARED_MEMORY"
+"""Whether replicas of one machine pass arrays to each other through memory that they share, or ``off`` (also
+``0`` or empty): through gloo's sockets.
+Default: ``on`` (also ``1``).
+"""
+
 POLYXLA_COMPILE_CACHE = "POLYXLA_COMPILE_CACHE"
 """Directory that caches compiled programs for later jobs, or ``off`` (also ``0`` or empty).
 Default: ``on`` (also ``1``), which is ``polyxla/programs`` in the user's cache directory.
@@ -203,7 +209,8 @@ class BridgeSettings:
     recorded in the directory `programs_path`, or not recorded if it is empty. With `has_tpu_numerics`,
     products of float32 have a TPU's precision. `plugin` is the library of a
     PJRT plugin, or ``libtpu``; if it is empty, jaxlib computes. `plugin_options` are its client's options.
-    The processes of a job have the same `secret`.
+    The processes of a job have the same `secret`. If it `shares_memory`, replicas of one machine pass arrays
+    to each other without sockets.
     """
 
     replicas: int = 1
@@ -214,6 +221,7 @@ class BridgeSettings:
     platform: str = "CPU"
     kind: str = "polyxla CPU"
     stall_timeout_s: float = 300.0
+    shares_memory: bool = True
     xla_flags: str = ""
     nproc: str = ""
     cache_path: str = ""
@@ -263,6 +271,7 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         coordinator=environ.get(POLYXLA_BRIDGE_COORDINATOR, ""),
         host=environ.get(POLYXLA_BRIDGE_HOST, BridgeSettings.host),
         stall_timeout_s=stall_timeout_s(environ),
+        shares_memory=shares_memory(environ),
         xla_flags=environ.get(XLA_FLAGS, ""),
         nproc=environ.get(NPROC, ""),
         cache_path=cache_path,
@@ -351,6 +360,18 @@ def _is_set(environ: Mapping[str, str], name: str, value: str) -> bool:
     if text not in ("", value):
         raise ValueError(f"{name}={text!r} is not {value!r}; write that, or unset it")
     return text == value
+
+
+def shares_memory(environ: Mapping[str, str]) -> bool:
+    """Read `POLYXLA_SHARED_MEMORY`.
+
+    Raises:
+        ValueError: it is neither on nor off.
+    """
+    text = environ.get(POLYXLA_SHARED_MEMORY, "on")
+    if text.lower() not in (*_OFF, *_ON):
+        raise ValueError(f"{POLYXLA_SHARED_MEMORY}={text!r} is neither 'on' nor 'off'; write one of them")
+    return text.lower() in _ON
 
 
 def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:

@@ -2,7 +2,7 @@
 
 A client runs one program on all of its devices, but replicas may run different programs, so each replica has
 a client. The clients reach each other through jaxlib's distributed runtime and gloo, within a process and
-across processes.
+across processes; if all are on one machine, most collectives go through memory that they share.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from polyxla_bridge import native
 from polyxla_bridge.engine import startup_barrier
 from polyxla_bridge.engine.coordination_service import CoordinationService
 from polyxla_bridge.engine.numbering import Share, Shares
+from polyxla_bridge.engine.shared_memory import SharedMemory
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.programs.executable import Executable
 
@@ -41,6 +42,7 @@ class Clients:
         local: this process's replicas.
         global_ids: jaxlib's device id of each replica; not 0..N-1, because each client has a block of ids.
         link: connection of the first local replica to the distributed runtime; None for a single replica.
+        memory: what the replicas share.
 
     Raises:
         PjrtError: a replica did not connect in time.
@@ -53,6 +55,7 @@ class Clients:
         self._service: Any = None
         self._peers: startup_barrier.PeerConnections | None = None
         self.shares: Shares = {}
+        self.memory = SharedMemory(settings)
         if settings.replicas == 1:
             self.shares = {0: Share((0,), settings.places)}
             self._clients[0] = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1)
@@ -60,8 +63,14 @@ class Clients:
             # gloo prints and polls as soon as the clients connect, so both calls come first.
             native.LOCKED.polyxla_drop_greetings()
             native.LOCKED.polyxla_let_gloo_nap()
-            self._meet(timeout_s)
-            self._connect(timeout_s)
+            try:
+                self._meet(timeout_s)
+                self._connect(timeout_s)
+            except BaseException:
+                self.memory.leave()
+                raise
+            # All have joined before they connected.
+            self.memory.forget()
         self._shardings = {i: SingleDeviceSharding(self._device(i)) for i in self._clients}
         self.global_ids = [device.id for device in self._clients[self.local[0]].devices()]
         self.link = self._links.get(self.local[0])
@@ -77,12 +86,15 @@ class Clients:
         if settings.processes > 1 and settings.process == 0:
             self._service = CoordinationService(settings.coordinator, settings.replicas)
         try:
-            self._peers = startup_barrier.wait_for_peers(settings, self._start_service, timeout_s)
+            self._peers = startup_barrier.wait_for_peers(
+                settings, self.memory, self._start_service, timeout_s
+            )
         except BaseException:
             if self._service is not None:
                 self._service.shutdown()
             raise
         self.shares = self._peers.shares
+        self.memory.join(self._peers.memory, self.local)
 
     def _start_service(self, peers: Sequence[socket.socket]) -> None:
         if self._service is None:
@@ -177,6 +189,7 @@ class Clients:
 
     def close(self) -> None:
         """Leave the service; call `leave` for each replica before."""
+        self.memory.leave()
         self.link = None
         if self._peers is not None:
             self._peers.leave()

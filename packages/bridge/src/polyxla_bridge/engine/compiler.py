@@ -14,9 +14,9 @@ from polyxla_bridge.engine import numbering
 from polyxla_bridge.engine.clients import Clients, JaxProgram
 from polyxla_bridge.engine.expansions import cpu
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
-from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.env import POLYXLA_SHARED_MEMORY, BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import arguments, cache, hlo, kernels, rewrite
+from polyxla_bridge.programs import arguments, cache, hlo, kernels, rewrite, shared_collectives
 from polyxla_bridge.programs.compile_once import CompileCoordinator, CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 
@@ -44,7 +44,8 @@ class Compiler(CompileOnce):
         coordinator: CompileCoordinator | None,
         on_lookup: Callable[[bool], None] | None,
     ) -> None:
-        kept = cache.for_job(settings, COMPILER_OPTIONS, on_lookup)
+        options = {**COMPILER_OPTIONS, POLYXLA_SHARED_MEMORY: clients.memory.is_shared}
+        kept = cache.for_job(settings, options, on_lookup)
         super().__init__(kept, coordinator if settings.processes > 1 else None)
         self._settings = settings
         self._clients = clients
@@ -64,6 +65,8 @@ class Compiler(CompileOnce):
         partitions = compile_options.num_partitions
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
         code = cpu.expanded(code, is_partitioned=partitions > 1)
+        if partitions == 1 and self._clients.memory.is_shared:
+            code = shared_collectives.rewritten(code, compile_options.num_replicas, devices)
         code = rewrite.for_jaxlib(code, compile_options.num_replicas, is_partitioned=partitions > 1)
         if partitions > 1:
             code, may_choose = arguments.keep_result_shardings(code)
@@ -143,6 +146,11 @@ class Compiler(CompileOnce):
         """Load what `serialize` returned, in any process of a job with as many devices."""
         unpacked = unpack(data, self._settings.replicas, COMPILER)
         program = JaxProgram(self._clients, unpacked.executable, {}, unpacked.native)
+        if hlo.shares_memory(unpacked.executable.optimized_hlo) and not self._clients.memory.is_shared:
+            raise PjrtError(
+                Code.INVALID_ARGUMENT,
+                f"{unpacked.executable.name} was compiled for replicas that share memory, and these do not",
+            )
         try:
             program.on(self._first(unpacked.executable.devices))
         except Exception as error:

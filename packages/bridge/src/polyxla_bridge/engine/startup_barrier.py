@@ -4,8 +4,9 @@ jaxlib ends a process whose client cannot connect, and prints a C++ stack. This 
 error that names the missing replicas.
 
 Process 0 listens on the coordinator's port. Each other process connects and sends one line of JSON behind
-its seal: its index, the job's size, and where its replicas are. When all have connected, process 0 numbers
-the replicas, starts jaxlib's service on the same port and answers with the numbers, or an error text. The
+its seal: its index, the job's size, where its replicas are, and the memory that it offers to share. When all
+have connected, process 0 numbers the replicas, starts jaxlib's service on the same port and answers with the
+numbers and the shared memory, or an error text. The
 connections stay open until each process leaves: the service ends when all of them are closed.
 
 Other users of the machine may connect as well. They are not waited for, and a line without the right seal
@@ -25,9 +26,11 @@ from typing import Any, NamedTuple, NoReturn, Self
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import numbering
 from polyxla_bridge.engine.numbering import Share, Shares
+from polyxla_bridge.engine.shared_memory import SharedMemory
 from polyxla_bridge.env import POLYXLA_BRIDGE_PROCESSES, POLYXLA_BRIDGE_REPLICAS, BridgeSettings, Coordinates
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.sealing import sealed, unsealed
+from polyxla_bridge.shared_file import Address
 
 StartService = Callable[[Sequence[socket.socket]], None]
 """Starts the service. Argument: the connections to the other processes."""
@@ -50,13 +53,22 @@ class PeerConnections:
         settings: of this process.
         peers: connections by process index; process 0 has all of them, the others only the one to process 0.
         shares: the replicas of each process.
+        memory: what all processes share; None if they do not.
 
     Attributes:
         shares: the same.
+        memory: the same.
     """
 
-    def __init__(self, settings: BridgeSettings, peers: dict[int, socket.socket], shares: Shares) -> None:
+    def __init__(
+        self,
+        settings: BridgeSettings,
+        peers: dict[int, socket.socket],
+        shares: Shares,
+        memory: Address | None,
+    ) -> None:
         self.shares = shares
+        self.memory = memory
         self._settings = settings
         self._peers = peers
 
@@ -102,12 +114,13 @@ def _has_ended(peer: socket.socket, deadline: float) -> bool:
 
 
 def wait_for_peers(
-    settings: BridgeSettings, start_service: StartService, timeout_s: float
+    settings: BridgeSettings, memory: SharedMemory, start_service: StartService, timeout_s: float
 ) -> PeerConnections:
     """Wait for all processes of the job.
 
     Args:
         settings: of this process.
+        memory: what this process offers to share.
         start_service: starts the service on the coordinator's port; called in process 0, when all processes
             have connected and before any of them continues.
         timeout_s: longest wait, in seconds.
@@ -118,17 +131,20 @@ def wait_for_peers(
     """
     deadline = time.monotonic() + timeout_s
     if settings.process:
-        peer, shares = _join(settings, deadline, timeout_s)
-        return PeerConnections(settings, {0: peer}, shares)
-    return PeerConnections(settings, *_gather(settings, start_service, deadline, timeout_s))
+        return _join(settings, memory.offer(), deadline, timeout_s)
+    return _gather(settings, memory, start_service, deadline, timeout_s)
 
 
 def _gather(
-    settings: BridgeSettings, start_service: StartService, deadline: float, timeout_s: float
-) -> tuple[dict[int, socket.socket], Shares]:
+    settings: BridgeSettings,
+    memory: SharedMemory,
+    start_service: StartService,
+    deadline: float,
+    timeout_s: float,
+) -> PeerConnections:
     """Run process 0's side: accept all others, number the replicas, start the service, answer."""
     peers: dict[int, socket.socket] = {}
-    places = {0: list(settings.places)}
+    places, offers = {0: list(settings.places)}, []
     try:
         with _listen(settings) as listener, _Arrivals(listener, settings) as arrivals:
             while len(peers) < settings.processes - 1:
@@ -139,20 +155,22 @@ def _gather(
                 # The peer is added before the check, so that a process that fails it also gets the error.
                 peers[hello.process] = peer
                 places[hello.process] = hello.places
+                offers.append(hello.memory)
                 _check_job(settings, hello)
         shares = numbering.by_coordinates(places) if settings.places else numbering.by_process(settings)
+        shared = memory.decide(offers)
         # Start the service after the listener is closed, because both have the same port, and before the
         # answers, because the others connect to it as soon as they read them.
         start_service(list(peers.values()))
         for peer in peers.values():
-            peer.sendall(_answer(settings, shares=list(shares.items())))
+            peer.sendall(_answer(settings, shares=list(shares.items()), memory=shared))
     # Without an answer, the others would only see that process 0 has closed the connection, but not why.
     except BaseException as error:
         for peer in peers.values():
             with suppress(OSError), peer:
                 peer.sendall(_answer(settings, error=str(error)))
         raise
-    return peers, shares
+    return PeerConnections(settings, peers, shares, shared)
 
 
 def _listen(settings: BridgeSettings) -> socket.socket:
@@ -274,6 +292,7 @@ class _Hello(NamedTuple):
     process: int
     job: dict[str, int]
     places: list[Coordinates]
+    memory: Address | None
 
 
 def _read_hello(line: bytes, settings: BridgeSettings) -> _Hello:
@@ -282,10 +301,10 @@ def _read_hello(line: bytes, settings: BridgeSettings) -> _Hello:
     Raises:
         ValueError: it is not a process of this job.
     """
-    process, job, places = json.loads(
+    process, job, places, memory = json.loads(
         unsealed(settings.secret, _hello_to(settings), line.removesuffix(b"\n"))
     )
-    return _Hello(int(process), dict(job), [Coordinates(*place) for place in places])
+    return _Hello(int(process), dict(job), [Coordinates(*place) for place in places], memory)
 
 
 def _hello_to(settings: BridgeSettings) -> str:
@@ -293,7 +312,7 @@ def _hello_to(settings: BridgeSettings) -> str:
 
 
 def _answer(settings: BridgeSettings, **fields: Any) -> bytes:
-    """Return process 0's answer to the others: the `shares`, or the `error`."""
+    """Return process 0's answer to the others: the `shares` and the `memory`, or the `error`."""
     return sealed(settings.secret, _answer_of(settings), json.dumps(fields).encode()) + b"\n"
 
 
@@ -301,25 +320,27 @@ def _answer_of(settings: BridgeSettings) -> str:
     return f"answer of {settings.coordinator}"
 
 
-def _join(settings: BridgeSettings, deadline: float, timeout_s: float) -> tuple[socket.socket, Shares]:
+def _join(
+    settings: BridgeSettings, memory: Address | None, deadline: float, timeout_s: float
+) -> PeerConnections:
     """Run the side of a process other than 0: connect, send the hello, wait for the answer."""
     peer = _connect(settings, deadline, timeout_s)
-    hello = _Hello(settings.process, _job_size(settings), list(settings.places))
+    hello = _Hello(settings.process, _job_size(settings), list(settings.places), memory)
     try:
         peer.sendall(sealed(settings.secret, _hello_to(settings), json.dumps(hello).encode()) + b"\n")
         # Process 0 has the same deadline, and needs a moment more to send which processes are missing.
         peer.settimeout(max(0.0, deadline - time.monotonic()) + _HELLO_TIMEOUT_S)
-        shares = _read_answer(peer, settings)
+        shares, shared = _read_answer(peer, settings)
     except BaseException as error:
         peer.close()
         if isinstance(error, OSError):
             text = f"process 0, at {settings.coordinator}, did not answer: {error}"
             raise PjrtError(Code.UNAVAILABLE, text) from None
         raise
-    return peer, shares
+    return PeerConnections(settings, {0: peer}, shares, shared)
 
 
-def _read_answer(peer: socket.socket, settings: BridgeSettings) -> Shares:
+def _read_answer(peer: socket.socket, settings: BridgeSettings) -> tuple[Shares, Address | None]:
     with peer.makefile("rb") as file:
         line = file.readline(_ANSWER_BYTES)
     if not line:
@@ -332,10 +353,11 @@ def _read_answer(peer: socket.socket, settings: BridgeSettings) -> Shares:
         raise PjrtError(Code.UNAVAILABLE, text) from None
     if "error" in answer:
         raise PjrtError(Code.UNAVAILABLE, answer["error"])
-    return {
+    shares = {
         process: Share(tuple(replicas), tuple(Coordinates(*place) for place in places))
         for process, (replicas, places) in answer["shares"]
     }
+    return shares, answer["memory"]
 
 
 def _connect(settings: BridgeSettings, deadline: float, timeout_s: float) -> socket.socket:

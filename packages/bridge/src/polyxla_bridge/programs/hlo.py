@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -67,6 +68,13 @@ _COLLECTIVES = (
 """Instructions that wait for other replicas. Source: HloOpcode in xla/hlo/ir/hlo_opcode.h."""
 Meet = tuple[str, tuple[tuple[int, ...], ...]]
 """A collective: its description, and the groups that meet in it; see `meets`."""
+SHARED_TARGETS = {
+    "all-gather": "polyxla_all_gather",
+    "all-reduce": "polyxla_all_reduce",
+    "reduce-scatter": "polyxla_reduce_scatter",
+}
+"""Functions of the C library that take the place of collectives; see `shared_collectives`."""
+_SHARED_KINDS = {target: kind for kind, target in SHARED_TARGETS.items()}
 _ONE_WAY = ("collective-broadcast", "collective-permute")
 """Collectives in which a replica may be done before the others have begun."""
 
@@ -260,12 +268,32 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
     for instruction in instructions(hlo):
         if _kind(instruction) not in _COLLECTIVES or _kind(instruction) in _ONE_WAY:
             continue
+        if instruction.custom_call_target in _SHARED_KINDS:
+            found.update(_shared_groups(instruction))
+            continue
         listed = instruction.collective_device_list.replica_groups or instruction.replica_groups
         found.update(frozenset(group.replica_ids) for group in listed)
         # jaxlib writes an empty list for all replicas. Groups that follow a formula are in other fields.
         if not listed and instruction.HasField("collective_device_list"):
             found.add(frozenset())
     return frozenset(found)
+
+
+def shares_memory(hlo: bytes) -> bool:
+    """Return whether a program's collectives go through memory that the replicas share."""
+    return any(instruction.custom_call_target in _SHARED_KINDS for instruction in instructions(hlo))
+
+
+def _shared_groups(instruction: HloInstructionProto) -> set[frozenset[int]]:
+    config = instruction.backend_config.decode()
+    members, size = (
+        re.search(r"groups = array<i64: ([^>]*)>", config),
+        re.search(r"group_size = (\d+)", config),
+    )
+    assert members is not None
+    assert size is not None
+    numbers, count = [int(number) for number in members[1].split(",")], int(size[1])
+    return {frozenset(numbers[first : first + count]) for first in range(0, len(numbers), count)}
 
 
 def meets(hlo: bytes) -> tuple[Meet, ...]:
@@ -324,7 +352,7 @@ def _of(module: HloModuleProto) -> Iterator[HloInstructionProto]:
 
 def _kind(instruction: HloInstructionProto) -> str:
     # An asynchronous collective is two instructions. Its start counts as the collective, its end does not.
-    return instruction.opcode.removesuffix("-start")
+    return _SHARED_KINDS.get(instruction.custom_call_target) or instruction.opcode.removesuffix("-start")
 
 
 def with_config(hlo: bytes) -> bytes:

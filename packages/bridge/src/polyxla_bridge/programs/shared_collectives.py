@@ -1,0 +1,185 @@
+"""Collectives as calls of the C library, which passes arrays through memory that the replicas share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from polyxla_bridge.programs import hlo, rewrite
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
+
+_REDUCTIONS = ("add", "multiply", "minimum", "maximum", "and", "or", "xor")
+"""In the order of `Reduction` in native/reduction.h."""
+_OF_BOOLEANS = {"add": "or", "maximum": "or", "multiply": "and", "minimum": "and"}
+"""Reductions of numbers that booleans have, too."""
+_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_FLOATS = frozenset(("float32", "float64", "bfloat16"))
+_U32, _TYPED_FFI = 8, 4
+"""Source: ``PrimitiveType`` in xla/xla_data.proto, ``CustomCallApiVersion`` in xla/service/hlo.proto."""
+
+
+def rewritten(module: bytes, replicas: int, devices: Sequence[int]) -> bytes:
+    """Replace the collectives of a program, all of them or none: jaxlib orders its own among themselves only.
+
+    Args:
+        module: a serialised HloModuleProto, not partitioned.
+        replicas: number of the program's replicas.
+        devices: the replicas' numbers in the job; empty if they are the same.
+
+    Returns:
+        The rewritten program; `module` itself if it has no collective, one that is not known, or one in a
+        loop or a branch.
+    """
+    parsed = hlo.parse_module(module)
+    entry = hlo.entry_of(parsed)
+    opcodes = {
+        step.id: step.opcode for computation in parsed.computations for step in computation.instructions
+    }
+    roots = {computation.id: opcodes.get(computation.root_id, "") for computation in parsed.computations}
+    calls: dict[int, _Call] = {}
+    for computation in parsed.computations:
+        for instruction in computation.instructions:
+            if hlo.is_collective(instruction):
+                call = _call(instruction, replicas, devices, roots) if computation is entry else None
+                if call is None:
+                    return module
+                calls[instruction.id] = call
+    chain = _Chain()
+
+    def rewrite_of(instruction: Instruction) -> rewrite.Rewrite | None:
+        call = calls.get(instruction.id)
+        return partial(call.replace, chain) if call else None
+
+    return rewrite.rewritten(module, parsed, rewrite_of)
+
+
+@dataclass
+class _Chain:
+    """What each call gets from the one before.
+
+    Attributes:
+        replica: id of the instruction that is this replica's number in the program.
+        ticket: id of the last call's ticket, for which the next call waits.
+    """
+
+    replica: int = 0
+    ticket: int = 0
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a collective is called.
+
+    Attributes:
+        target: the C function.
+        parts: positions of the operands that go together.
+        attributes: of the call.
+        is_in_place: whether each result takes the memory of its operand.
+    """
+
+    target: str
+    parts: Sequence[Sequence[int]]
+    attributes: Mapping[str, str]
+    is_in_place: bool
+
+    def replace(self, chain: _Chain, replacement: rewrite.Replacement) -> None:
+        original = replacement.original
+        number = Shape(element_type=_U32)
+        if not chain.replica:
+            chain.replica = chain.ticket = replacement.add("replica-id", number, []).id
+        results: dict[int, int] = {}
+        for part in self.parts:
+            operands = [original.operand_ids[position] for position in part]
+            shapes = [_shapes(original)[position] for position in part]
+            laid_out = [_laid_out(shape) for shape in (*shapes, number)]
+            together = Shape(element_type=hlo.TUPLE, tuple_shapes=laid_out)
+            call = replacement.add("custom-call", together, [*operands, chain.replica, chain.ticket])
+            call.custom_call_target = self.target
+            call.custom_call_api_version = _TYPED_FFI
+            # A replica whose program does not use the result must take part all the same.
+            call.custom_call_has_side_effect = True
+            call.constrain_layout = True
+            given = [*map(replacement.shape_of, operands), number, number]
+            call.operand_shapes_with_layout.extend(map(_laid_out, given))
+            if self.is_in_place:
+                for index in range(len(part)):
+                    call.output_operand_aliasing.add(output_shape_index=[index], operand_index=index)
+            text = ", ".join(f"{name} = {value}" for name, value in self.attributes.items())
+            call.backend_config = f"{{{text}}}".encode()
+            *elements, ticket = (
+                self._element(replacement, shape, call.id, index)
+                for index, shape in enumerate((*shapes, number))
+            )
+            chain.ticket = ticket
+            results |= zip(part, elements, strict=True)
+        if original.shape.tuple_shapes:
+            replacement.add_tuple([results[position] for position in sorted(results)])
+        else:
+            # The original's users need no change.
+            replacement.instructions[-2].id = original.id
+
+    def _element(self, replacement: rewrite.Replacement, shape: Shape, call: int, index: int) -> int:
+        element = replacement.add("get-tuple-element", shape, [call])
+        element.tuple_index = index
+        return element.id
+
+
+def _call(
+    instruction: Instruction, replicas: int, devices: Sequence[int], roots: Mapping[int, str]
+) -> _Call | None:
+    """Return how a collective is called; None if the C library does not have it."""
+    target = hlo.SHARED_TARGETS.get(instruction.opcode)
+    device_list = instruction.collective_device_list
+    listed = device_list.replica_groups or instruction.replica_groups
+    # Groups that follow a formula are in fields that hlo.proto does not declare.
+    if target is None or (not listed and device_list.ByteSize()):
+        return None
+    groups = [list(group.replica_ids) for group in listed] or [list(range(replicas))]
+    if len({len(group) for group in groups}) > 1:
+        return None
+    members = [str(member) for group in groups for member in group]
+    attributes = {
+        "groups": f"array<i64: {', '.join(members)}>",
+        "group_size": f"{len(groups[0])} : i64",
+        "devices": f"array<i64: {', '.join(map(str, devices))}>" if devices else "array<i64>",
+    }
+    if instruction.dimensions:
+        attributes["dimension"] = f"{instruction.dimensions[0]} : i64"
+    parts: dict[str, list[int]] = defaultdict(list)
+    for position, shape in enumerate(_shapes(instruction)):
+        dtype, _ = hlo.array_type(shape)
+        # Only operands of an all-reduce can go together.
+        parts[dtype if instruction.opcode == "all-reduce" else str(position)].append(position)
+        reduction = roots[instruction.called_computation_ids[0]] if instruction.called_computation_ids else ""
+        number = _reduction(reduction, dtype)
+        if number is None:
+            return None
+        attributes["reduction"] = f"{number} : i64"
+    return _Call(target, list(parts.values()), attributes, instruction.opcode == "all-reduce")
+
+
+def _reduction(name: str, dtype: str) -> int | None:
+    """Return the number of a reduction, 0 for a collective without one; None if it is not known."""
+    if dtype == "bool":
+        name = _OF_BOOLEANS.get(name, name)
+        known: Sequence[str] = _REDUCTIONS[4:]
+    else:
+        known = _REDUCTIONS if dtype in _INTEGERS else _REDUCTIONS[:4] if dtype in _FLOATS else ()
+    if not name:
+        return 0 if dtype == "bool" or known else None
+    return _REDUCTIONS.index(name) if name in known else None
+
+
+def _shapes(instruction: Instruction) -> list[Shape]:
+    return list(instruction.shape.tuple_shapes) or [instruction.shape]
+
+
+def _laid_out(shape: Shape) -> Shape:
+    """Return a shape whose last dimension is the innermost, as the C library reads arrays."""
+    made = Shape(element_type=shape.element_type, dimensions=shape.dimensions)
+    made.is_dynamic_dimension[:] = [False] * len(shape.dimensions)
+    made.layout.minor_to_major[:] = reversed(range(len(shape.dimensions)))
+    return made
