@@ -15,6 +15,7 @@ import pytest
 
 from polyxla_bridge.engine import startup_barrier
 from polyxla_bridge.engine.coordination_service import CoordinationService
+from polyxla_bridge.engine.shared_memory import SharedMemory
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 
@@ -94,17 +95,25 @@ def test_jax_settings_of_the_user_are_ignored(said: Said, platforms: str) -> Non
     assert said("backends_of_jax", replicas=2, processes=1, **environ) == [["[2.0, 2.0] {}"]]
 
 
+def enter(settings: BridgeSettings, timeout_s: float) -> startup_barrier.PeerConnections:
+    memory = SharedMemory(settings)
+    try:
+        return startup_barrier.wait_for_peers(settings, memory, lambda _: None, timeout_s)
+    finally:
+        memory.leave()
+
+
 def errors_at_barrier(job: list[BridgeSettings], timeout_s: float) -> list[BaseException | None]:
     """Pass the barrier in a thread for each process; return the error of each."""
     found: list[BaseException | None] = [None] * len(job)
 
-    def enter(number: int) -> None:
+    def arrive(number: int) -> None:
         try:
-            startup_barrier.wait_for_peers(job[number], lambda _: None, timeout_s).leave()
+            enter(job[number], timeout_s).leave()
         except BaseException as error:
             found[number] = error
 
-    threads = [threading.Thread(target=enter, args=(number,)) for number in range(len(job))]
+    threads = [threading.Thread(target=arrive, args=(number,)) for number in range(len(job))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -136,7 +145,7 @@ def test_a_missing_process_0_is_named() -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     started = time.monotonic()
     with pytest.raises(PjrtError, match=rf"nothing listened on {coordinator} within 1 s: replicas \[0\]"):
-        startup_barrier.wait_for_peers(BridgeSettings(2, 2, 1, coordinator, secret=SECRET), lambda _: None, 1)
+        enter(BridgeSettings(2, 2, 1, coordinator, secret=SECRET), 1)
     assert time.monotonic() - started < 5
 
 
@@ -159,12 +168,10 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         coordinator = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PjrtError, match=f"cannot listen on {coordinator}.*in use"):
-            startup_barrier.wait_for_peers(
-                BridgeSettings(2, 2, 0, coordinator, secret=SECRET), lambda _: None, 1
-            )
+            enter(BridgeSettings(2, 2, 0, coordinator, secret=SECRET), 1)
 
 
-HELLO = b'[1, {"replicas": 2, "processes": 2}, []]\n'
+HELLO = b'[1, {"replicas": 2, "processes": 2}, [], null]\n'
 
 
 def test_strangers_at_the_barrier_are_not_believed_and_not_waited_for() -> None:
@@ -201,14 +208,14 @@ def test_a_stranger_in_the_place_of_process_0_is_not_believed() -> None:
         def answer() -> None:
             with server.accept()[0] as peer:
                 heard.append(peer.recv(4096))
-                peer.sendall(b"0" * 64 + b'{"shares": [[0, [[0], []]], [1, [[1], []]]]}\n')
+                peer.sendall(b"0" * 64 + b'{"shares": [[0, [[0], []]], [1, [[1], []]]], "memory": null}\n')
 
         heard: list[bytes] = []
         stranger = threading.Thread(target=answer)
         stranger.start()
         settings = BridgeSettings(2, 2, 1, coordinator, secret=SECRET)
         with pytest.raises(PjrtError, match=f"what answers at {coordinator} is not process 0 of this job"):
-            startup_barrier.wait_for_peers(settings, lambda _: None, 20)
+            enter(settings, 20)
         stranger.join(TIMEOUT_S)
     assert SECRET.encode() not in heard[0]
 
