@@ -89,7 +89,7 @@ class SharedMemory:
             raise PjrtError(
                 Code.UNAVAILABLE,
                 f"process {self._settings.process} cannot open /proc/{address[0]}/fd/{address[1]}, the "
-                f"memory that the replicas of this job share; set {POLYXLA_SHARED_MEMORY}=off for all of them",
+                f"memory that the replicas of this job share; set {POLYXLA_SHARED_MEMORY}=off everywhere",
             )
         _register()
 
