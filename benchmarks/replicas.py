@@ -1,6 +1,6 @@
 """Cost of replicas on the bridge, compared with torch_xla's CPU client and DistributedDataParallel.
 
-    nox -s bench -- replicas [step] [plugin] [scaling] [start] [spmd] [compile] [memory] [--json]
+    nox -s bench -- replicas [PART ...] [--json]; PARTS below names them
 
 Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
 speed is that of the best round, with the CPU time of a thousand samples beside it; a time is the best of
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from harness import HOST, NATIVE, Contestant, Usage, contest, do, main, resident_bytes, row, used
-from trainings import BATCH, DdpTraining, SpmdTraining, XlaTraining, serve
+from trainings import BATCH, DdpTraining, SpmdTraining, TorchSum, XlaSum, XlaTraining, serve
 
 REPLICAS = 4
 STARTS = 2
@@ -25,6 +25,7 @@ STEPS = 2000
 SETTLED = 200
 """Memory must not grow after this step."""
 GIB = 1 << 30
+SUM = "sum"
 ONE_BRIDGED = {"POLYXLA_EMULATE": "v5e-1"}
 """One chip, so that a program without a launch computes on the bridge."""
 EMULATED = {"POLYXLA_EMULATE": "v4-8"}
@@ -73,7 +74,18 @@ def partitioned(model: str, batch: int, port: int) -> None:
     serve(SpmdTraining(model, batch), port)
 
 
+def summed(what: str, count: int, port: int) -> None:
+    import polyxla
+
+    polyxla.launch(partial(_in_summed_replica, count, port), runtime="pjrt")
+
+
+def _in_summed_replica(count: int, port: int, replica: Any) -> None:
+    serve(XlaSum(count), port)
+
+
 def ddp(model: str, batch: int, port: int) -> None:
+    """Train with DistributedDataParallel, or only sum `batch` numbers, on gloo."""
     from torch.multiprocessing.spawn import spawn
 
     from polyxla.plugin import free_ports
@@ -88,7 +100,7 @@ def _be_ddp(rank: int, model: str, batch: int, port: int, store: int) -> None:
     torch.set_num_threads(1)
     meeting = f"tcp://{HOST}:{store}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=REPLICAS)
-    serve(DdpTraining(model, batch), port)
+    serve(TorchSum(batch) if model == SUM else DdpTraining(model, batch), port)
     torch.distributed.destroy_process_group()
 
 
@@ -219,6 +231,21 @@ def measure_scaling() -> None:
                 row(f"{name} / DDP", ours, parallel, ours.best / parallel.best, at_least=of_ddp)
 
 
+def measure_collectives() -> None:
+    """Compare sums of small and of large arrays with those of torch and jaxlib on gloo."""
+    for size, of_gloo in (("1 KiB", 2.0), ("1 MiB", None), ("32 MiB", 5.0)):
+        count, unit = size.split()
+        numbers = int(count) << {"KiB": 8, "MiB": 18}[unit]
+        on_gloo = processes(REPLICAS) | {"POLYXLA_SHARED_MEMORY": "off"}
+        with contest(
+            partial(Contestant, summed, SUM, numbers, REPLICAS, processes(REPLICAS)),
+            partial(Contestant, summed, SUM, numbers, REPLICAS, on_gloo),
+            partial(Contestant, ddp, SUM, numbers, REPLICAS, {}),
+        ) as (ours, jaxlib, torch):
+            row(f"collectives: {size} / torch on gloo", ours, torch, ours.best / torch.best, at_least=of_gloo)
+            row(f"collectives: {size} / jaxlib on gloo", ours, jaxlib, ours.best / jaxlib.best)
+
+
 def measure_agreement() -> None:
     """Measure what comparing the replicas' collectives costs."""
     row("agreement: convnet, 4 processes / not compared", *_compared_and_not("convnet"), at_least=0.98)
@@ -295,6 +322,7 @@ PARTS = {
     "step": measure_step,
     "plugin": measure_plugin,
     "scaling": measure_scaling,
+    "collectives": measure_collectives,
     "agreement": measure_agreement,
     "spmd": measure_spmd,
     "start": measure_start,

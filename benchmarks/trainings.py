@@ -224,7 +224,49 @@ class DdpTraining(TorchTraining):
         super().__init__(model, batch, device, wrap=DistributedDataParallel)
 
 
-def serve(training: XlaTraining | TorchTraining, port: int) -> None:
+class XlaSum:
+    """Sums arrays of zeros over all replicas, in place.
+
+    Args:
+        count: length of the array.
+    """
+
+    def __init__(self, count: int) -> None:
+        import torch
+        import torch_xla
+
+        self._array = torch.zeros(count, device=torch_xla.device())
+
+    def run(self, steps: int) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        for _ in range(steps):
+            xm.all_reduce(xm.REDUCE_SUM, [self._array])
+            torch_xla.sync()
+        xm.wait_device_ops()
+
+
+class TorchSum:
+    """Does the same through torch.distributed.
+
+    Args:
+        count: length of the array.
+    """
+
+    def __init__(self, count: int) -> None:
+        import torch
+
+        self._array = torch.zeros(count)
+
+    def run(self, steps: int) -> None:
+        from torch import distributed
+
+        for _ in range(steps):
+            distributed.all_reduce(self._array)
+
+
+def serve(training: XlaTraining | TorchTraining | XlaSum | TorchSum, port: int) -> None:
     with Connection(socket.create_connection((HOST, port)).detach()) as pipe:
         while (steps := _received(pipe)) is not None:
             started, used_s = time.perf_counter(), time.process_time()
