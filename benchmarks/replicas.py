@@ -1,6 +1,7 @@
 """Cost of replicas on the bridge, compared with torch_xla's CPU client and DistributedDataParallel.
 
-    nox -s bench -- replicas [PART ...] [--json]; PARTS below names them
+    nox -s bench -- replicas [step] [plugin] [scaling] [collectives] [agreement] [start] [spmd] [compile]
+        [memory] [--json]
 
 Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
 speed is that of the best round, with the CPU time of a thousand samples beside it; a time is the best of
