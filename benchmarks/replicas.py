@@ -233,11 +233,11 @@ def measure_scaling() -> None:
 
 
 def measure_collectives() -> None:
-    """Compare sums of small and of large arrays with those of torch and jaxlib on gloo."""
+    """Compare sums of small and of large arrays, and trainings, with those of torch and jaxlib on gloo."""
+    on_gloo = processes(REPLICAS) | {"POLYXLA_SHARED_MEMORY": "off"}
     for size, of_gloo in (("1 KiB", 2.0), ("1 MiB", None), ("32 MiB", 5.0)):
         count, unit = size.split()
         numbers = int(count) << {"KiB": 8, "MiB": 18}[unit]
-        on_gloo = processes(REPLICAS) | {"POLYXLA_SHARED_MEMORY": "off"}
         with contest(
             partial(Contestant, summed, SUM, numbers, REPLICAS, processes(REPLICAS)),
             partial(Contestant, summed, SUM, numbers, REPLICAS, on_gloo),
@@ -245,6 +245,12 @@ def measure_collectives() -> None:
         ) as (ours, jaxlib, torch):
             row(f"collectives: {size} / torch on gloo", ours, torch, ours.best / torch.best, at_least=of_gloo)
             row(f"collectives: {size} / jaxlib on gloo", ours, jaxlib, ours.best / jaxlib.best)
+    for model in ("convnet", "block"):
+        with contest(
+            partial(Contestant, bridged, model, BATCH, REPLICAS, processes(REPLICAS)),
+            partial(Contestant, bridged, model, BATCH, REPLICAS, on_gloo),
+        ) as (ours, jaxlib):
+            row(f"collectives: {model} / jaxlib on gloo", ours, jaxlib, ours.best / jaxlib.best)
 
 
 def measure_agreement() -> None:

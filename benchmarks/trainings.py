@@ -138,6 +138,8 @@ class XlaTraining(Training):
         import torch_xla
 
         super().__init__(model, batch, torch_xla.device())
+        # Replicas that are threads have one generator of random numbers, which they seed at the same time.
+        torch_xla.core.xla_model.broadcast_master_param(self.model)
         self.read_every = read_every
 
     def run(self, steps: int) -> None:
