@@ -78,6 +78,9 @@ def on_gloo(engine: JaxEngine, make_engine: Callable[..., JaxEngine]) -> JaxEngi
 
 
 Groups = tuple[tuple[int, ...], ...]
+SHAPES = [(4, 8, 4), (40, 8, 1032)]
+COPIED = ["float32", "float16", "complex128", "bool"]
+NAMES |= {"complex128": "c128"}
 
 
 def listed(groups: Groups) -> str:
@@ -139,8 +142,7 @@ def numbers(dtype: str, shape: tuple[int, ...], seed: int = 0) -> list[np.ndarra
         (dtype, reduction)
         for dtype in NAMES
         for reduction in REDUCTIONS
-        if dtype not in ("bool", "float16")
-        and ("float" not in dtype or reduction not in ("and", "or", "xor"))
+        if dtype not in COPIED[1:] and ("float" not in dtype or reduction not in ("and", "or", "xor"))
     ],
 )
 def test_an_all_reduce_combines_in_the_order_of_the_replicas(
@@ -275,7 +277,7 @@ def test_arrays_are_gathered_along_any_dimension(
 
 @pytest.mark.parametrize("dimension", [0, 1, 2])
 @pytest.mark.parametrize("groups", [((0, 1, 2, 3),), ((2, 0), (1, 3))], ids=str)
-@pytest.mark.parametrize("shape", [(4, 8, 4), (40, 8, 1032)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_are_scattered_along_any_dimension(
     engine: JaxEngine, dimension: int, groups: Groups, shape: tuple[int, ...]
 ) -> None:
@@ -294,6 +296,75 @@ def test_sums_are_scattered_along_any_dimension(
             assert found[replica][0].tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), ((2, 0), (1, 3))], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parts_are_exchanged_along_any_dimension(
+    engine: JaxEngine, dimension: int, groups: Groups, shape: tuple[int, ...]
+) -> None:
+    text = ",".join(map(str, shape))
+    body = f"x = f32[{text}] parameter(0) ROOT r = f32[{text}] all-to-all(x), "
+    body += f"replica_groups={listed(groups)}, dimensions={{{dimension}}}"
+    executable = program(engine, body)
+    assert hlo.shares_memory(executable.optimized_hlo)
+    given = numbers("float32", shape)
+    found = run(engine, executable, [[row] for row in given])
+    for group in groups:
+        for number, replica in enumerate(group):
+            parts = [np.split(given[member], len(group), dimension)[number] for member in group]
+            assert found[replica][0].tobytes() == np.concatenate(parts, dimension).tobytes()
+
+
+@pytest.mark.parametrize("length", [1, 3, 400001])
+def test_a_list_of_arrays_is_exchanged(engine: JaxEngine, length: int) -> None:
+    shape = f"f32[{length}]"
+    body = f"x = {shape} parameter(0) y = {shape} parameter(1) "
+    body += f"ROOT r = ({shape}, {shape}) all-to-all(x, y), replica_groups={{{{0,3}},{{2,1}}}}"
+    executable = program(engine, body)
+    assert hlo.shares_memory(executable.optimized_hlo)
+    first, second = numbers("float32", (length,), 1), numbers("float32", (length,), 2)
+    found = run(engine, executable, list(zip(first, second, strict=True)))
+    for one, other in ((0, 3), (2, 1)):
+        assert [row.tobytes() for row in found[one]] == [first[one].tobytes(), first[other].tobytes()]
+        assert [row.tobytes() for row in found[other]] == [second[one].tobytes(), second[other].tobytes()]
+
+
+@pytest.mark.parametrize("dtype", COPIED)
+@pytest.mark.parametrize("length", [5, 300001])
+@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), ((3, 0), (1, 2)), ((2, 1),)], ids=str)
+def test_an_array_is_broadcast(engine: JaxEngine, dtype: str, length: int, groups: Groups) -> None:
+    shape = f"{NAMES[dtype]}[{length}]"
+    body = f"x = {shape} parameter(0) "
+    body += f"ROOT r = {shape} collective-broadcast(x), replica_groups={listed(groups)}"
+    executable = program(engine, body)
+    assert hlo.shares_memory(executable.optimized_hlo)
+    given = numbers(dtype, (length,))
+    sources = {member: group[0] for group in groups for member in group}
+    for replica, (found,) in enumerate(run(engine, executable, [[row] for row in given])):
+        expected = given[sources[replica]] if replica in sources else np.zeros_like(found)
+        assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", COPIED)
+@pytest.mark.parametrize("length", [5, 300001])
+@pytest.mark.parametrize(
+    "pairs",
+    [((0, 1), (1, 2), (2, 3), (3, 0)), ((0, 3), (1, 1)), ((1, 0), (2, 1), (3, 2)), ((3, 3),)],
+    ids=str,
+)
+def test_arrays_are_permuted(engine: JaxEngine, dtype: str, length: int, pairs: Groups) -> None:
+    shape = f"{NAMES[dtype]}[{length}]"
+    body = f"x = {shape} parameter(0) "
+    body += f"ROOT r = {shape} collective-permute(x), source_target_pairs={listed(pairs)}"
+    executable = program(engine, body)
+    given = numbers(dtype, (length,))
+    sources = {target: source for source, target in pairs}
+    for _ in range(2):
+        for replica, (found,) in enumerate(run(engine, executable, [[row] for row in given])):
+            expected = given[sources[replica]] if replica in sources else np.zeros_like(found)
+            assert found.tobytes() == expected.tobytes()
+
+
 GROUPINGS: list[Groups] = [
     ((0, 1, 2, 3),),
     ((0, 1), (2, 3)),
@@ -303,32 +374,49 @@ GROUPINGS: list[Groups] = [
 ]
 
 
-def test_replicas_that_change_their_groups_all_the_time_confuse_nothing(engine: JaxEngine) -> None:
+RING = ((0, 1), (1, 2), (2, 3), (3, 0))
+
+
+def step(kind: str, groups: Groups, values: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    """Return what each replica has after a collective."""
+    found = list(values)
+    for group in groups:
+        of_group = [values[member] for member in group]
+        for number, member in enumerate(group):
+            if kind == "all-reduce":
+                found[member] = functools.reduce(np.add, of_group)
+            elif kind == "all-to-all":
+                found[member] = np.concatenate([np.split(value, len(group))[number] for value in of_group])
+            else:
+                found[member] = values[group[0]]
+    if kind == "collective-permute":
+        found = [values[source] for source, _ in (RING[-1], *RING[:-1])]
+    return found
+
+
+@pytest.mark.parametrize("length", [4, 300, 40000, 600000])
+def test_replicas_that_change_their_groups_all_the_time_confuse_nothing(
+    engine: JaxEngine, length: int
+) -> None:
     """A replica that is done with one group goes on with another, while members of the first still read."""
-    chance = random.Random(7)
-    for length in (1, 300, 40000):
-        steps = [chance.choice(GROUPINGS) for _ in range(40)]
-        lines = [f"x0 = s32[{length}] parameter(0)"]
-        for number, groups in enumerate(steps):
-            lines.append(
-                f"x{number + 1} = s32[{length}] all-reduce(x{number}), "
-                f"replica_groups={listed(groups)}, to_apply=combine"
-            )
-        lines[-1] = f"ROOT {lines[-1]}"
-        executable = program(engine, "\n".join(lines), "add", "s32")
-        expected = numbers("int32", (length,))
-        given = [[row] for row in expected]
-        for groups in steps:
-            totals = {
-                group: functools.reduce(np.add, [expected[member] for member in group]) for group in groups
-            }
-            expected = [
-                next(total for group, total in totals.items() if replica in group)
-                for replica in range(REPLICAS)
-            ]
-        for _ in range(3):
-            for (found,), right in zip(run(engine, executable, given), expected, strict=True):
-                assert found.tobytes() == right.tobytes()
+    chance = random.Random(length)
+    shape, expected = f"s32[{length}]", numbers("int32", (length,))
+    given, lines = [[row] for row in expected], [f"x0 = {shape} parameter(0)"]
+    for number in range(40):
+        kind = chance.choice(["all-reduce", "all-to-all", "collective-broadcast", "collective-permute"])
+        groups = chance.choice(GROUPINGS)
+        more = {"all-reduce": ", to_apply=combine", "all-to-all": ", dimensions={0}"}.get(kind, "")
+        among = f"replica_groups={listed(groups)}"
+        if kind == "collective-permute":
+            among = f"source_target_pairs={listed(RING)}"
+        lines.append(f"x{number + 1} = {shape} {kind}(x{number}), {among}{more}")
+        expected = step(kind, groups, expected)
+    lines[-1] = f"ROOT {lines[-1]}"
+    executable = program(engine, "\n".join(lines), "add", "s32")
+    assert hlo.shares_memory(executable.optimized_hlo)
+    for _ in range(3):
+        for (found,), right in zip(run(engine, executable, given), expected, strict=True):
+            assert found.tobytes() == right.tobytes()
 
 
 def test_independent_collectives_keep_the_programs_order(engine: JaxEngine) -> None:
@@ -349,25 +437,12 @@ def test_independent_collectives_keep_the_programs_order(engine: JaxEngine) -> N
                 assert mine.tobytes() == (((given[0] + given[1]) + given[2]) + given[3]).tobytes()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        reducing("f16[4]"),
-        """x = f16[4] parameter(0)
-          ROOT r = f16[4] collective-permute(x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}""",
-    ],
-    ids=["float16", "permute"],
-)
-def test_what_the_library_does_not_have_stays_with_gloo(engine: JaxEngine, body: str) -> None:
-    executable = program(engine, body, "add", "f16")
+def test_what_the_library_does_not_have_stays_with_gloo(engine: JaxEngine) -> None:
+    executable = program(engine, reducing("f16[4]"), "add", "f16")
     assert not hlo.shares_memory(executable.optimized_hlo)
-    assert executable.native["collectives"]
-    given = [np.full(4, replica + 1, np.float16) for replica in range(REPLICAS)]
-    found = run(engine, executable, [[row] for row in given])
-    assert {tuple(row.tolist()) for (row,) in found} in (
-        {(10.0,) * 4},
-        {(float(n),) * 4 for n in range(1, 5)},
-    )
+    assert executable.native["collectives"] == ("all-reduce",)
+    given = [[np.full(4, replica + 1, np.float16)] for replica in range(REPLICAS)]
+    assert all(row.tolist() == [10.0] * 4 for (row,) in run(engine, executable, given))
 
 
 def test_a_collective_in_a_loop_stays_with_gloo(engine: JaxEngine) -> None:
@@ -396,10 +471,10 @@ def test_a_collective_in_a_loop_stays_with_gloo(engine: JaxEngine) -> None:
     assert all(row.tolist() == [64.0] * 4 for (row,) in run(engine, executable, given))
 
 
-@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter"])
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
 def test_gloo_computes_the_same(engine: JaxEngine, on_gloo: JaxEngine, kind: str) -> None:
-    sizes = {"all-reduce": 1024, "all-gather": 4096, "reduce-scatter": 256}
-    apply = "" if kind == "all-gather" else ", to_apply=combine"
+    sizes = {"all-reduce": 1024, "all-gather": 4096, "reduce-scatter": 256, "all-to-all": 1024}
+    apply = ", to_apply=combine" if "reduce" in kind else ""
     along = "" if kind == "all-reduce" else ", dimensions={0}"
     body = f"x = f32[1024] parameter(0) ROOT r = f32[{sizes[kind]}] {kind}(x), replica_groups={{{{0,1,2,3}}}}"
     given = [[row] for row in numbers("float32", (1024,))]

@@ -38,6 +38,12 @@ static int64_t number(const FfiCall *call, const char *name) {
   return *(const int64_t *)((const FfiScalar *)find(&call->attributes, name))->value;
 }
 
+/* Returns the number in the job of one of the program's replicas. */
+static int64_t in_job(const FfiCall *call, int64_t replica) {
+  const FfiArray *devices = find(&call->attributes, "devices");
+  return devices->count > 0 ? ((const int64_t *)devices->data)[replica] : replica;
+}
+
 /* Several arrays, of which each operation takes a part as if they were one. */
 typedef struct {
   FfiBuffer **arrays;
@@ -156,6 +162,88 @@ static bool reduce_scatter(Group *group, const FfiCall *call, Row in, Row out, c
   return true;
 }
 
+static bool all_to_all(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+  size_t total = 0, step = polyxla_buffer_size(group->job);
+  for (int64_t i = 0; i < in.count; i++) total += bytes_of(in.arrays[i]);
+  /* The operands are the members' parts, or one operand has them in one dimension. */
+  int64_t dimension = number(call, "dimension");
+  size_t row = dimension < 0 ? bytes_of(in.arrays[0]) : behind(in.arrays[0], dimension) / group->count;
+  for (size_t offset = 0; offset < total; offset += step) {
+    size_t size = least(step, total - offset);
+    if (!exchange(group, &in, offset, size, pieces)) return false;
+    for (size_t at = offset; at < offset + size;) {
+      size_t some = least(row - at % row, offset + size - at);
+      size_t number_of_row = at / row;
+      if (number_of_row % group->count == (size_t)group->own)
+        for (int i = 0; i < group->count; i++) {
+          size_t place = (number_of_row / group->count * group->count + i) * row + at % row;
+          copy(&out, place, (char *)pieces[i] + (at - offset), some, false);
+        }
+      at += some;
+    }
+    polyxla_release(group);
+  }
+  return true;
+}
+
+/* Passes the operand from one replica to others. */
+static bool pass(Group *group, Row in, Row out, const int64_t *targets, int target_count, const int64_t *source) {
+  size_t total = bytes_of(out.arrays[0]), step = polyxla_buffer_size(group->job);
+  int64_t own = group->members[group->own], members[MOST_MEMBERS + 1], pair[2] = {own, source ? *source : own};
+  members[0] = own;
+  if (target_count > 0) memcpy(members + 1, targets, sizeof *targets * target_count);
+  group->own = 0;
+  for (size_t offset = 0; offset < total; offset += step) {
+    size_t size = least(step, total - offset);
+    if (target_count > 0) {
+      group->members = members, group->count = target_count + 1;
+      char *buffer = polyxla_next_buffer(group);
+      if (buffer == NULL) return false;
+      copy(&in, offset, buffer, size, true);
+      polyxla_publish(group);
+    }
+    if (source != NULL) {
+      const char *pieces[2];
+      group->members = pair, group->count = 2;
+      if (!polyxla_await(group, pieces)) return false;
+      copy(&out, offset, (char *)pieces[1], size, false);
+      polyxla_release(group);
+    }
+  }
+  return true;
+}
+
+static bool broadcast(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+  (void)call, (void)pieces;
+  if (group->count == 0) {
+    memset(out.arrays[0]->data, 0, bytes_of(out.arrays[0]));
+    return true;
+  }
+  if (group->own != 0) return pass(group, in, out, NULL, 0, group->members);
+  memcpy(out.arrays[0]->data, in.arrays[0]->data, bytes_of(in.arrays[0]));
+  return pass(group, in, out, group->members + 1, group->count - 1, NULL);
+}
+
+/* Its group has two members each: a source and the target. A replica may be in two of them, or in none. */
+static bool permute(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+  (void)pieces;
+  const FfiArray *pairs = find(&call->attributes, "groups");
+  const int64_t *numbers = pairs->data;
+  int64_t own = group->members[group->own], target, source;
+  bool has_target = false, has_source = false;
+  for (size_t i = 0; i + 1 < pairs->count; i += 2) {
+    int64_t from = in_job(call, numbers[i]), to = in_job(call, numbers[i + 1]);
+    if (from == own) has_target = true, target = to;
+    if (to == own) has_source = true, source = from;
+  }
+  if (has_source && source == own) {
+    memcpy(out.arrays[0]->data, in.arrays[0]->data, bytes_of(in.arrays[0]));
+    return true;
+  }
+  if (!has_source) memset(out.arrays[0]->data, 0, bytes_of(out.arrays[0]));
+  return pass(group, in, out, &target, has_target, has_source ? &source : NULL);
+}
+
 typedef bool Collective(Group *group, const FfiCall *call, Row in, Row out, const char **pieces);
 
 /* Finds this replica's group, and carries out the collective. The last two arguments are the replica's number in the
@@ -171,18 +259,16 @@ static void *run(FfiCall *call, Collective *collective, const char *what) {
   if (call->stage != FFI_EXECUTE) return NULL;
   int64_t operands = call->arguments.count - 2;
   int64_t replica = *(const uint32_t *)call->arguments.buffers[operands]->data;
-  const FfiArray *groups = find(&call->attributes, "groups"), *devices = find(&call->attributes, "devices");
-  const int64_t *numbers = groups->data, *places = devices->data;
-  int64_t count = number(call, "group_size"), members[MOST_MEMBERS];
-  Group group = {.members = members, .count = count, .own = -1, .what = what};
+  const FfiArray *groups = find(&call->attributes, "groups");
+  const int64_t *numbers = groups->data;
+  int64_t count = number(call, "group_size"), members[MOST_MEMBERS] = {in_job(call, replica)};
+  /* A group without members, if none names this replica. */
+  Group group = {.members = members, .what = what};
   for (size_t i = 0; i < groups->count; i++)
     if (numbers[i] == replica) {
       size_t first = i - i % count;
-      group.own = i - first;
-      for (int64_t member = 0; member < count; member++) {
-        int64_t own = numbers[first + member];
-        members[member] = devices->count ? places[own] : own;
-      }
+      group.own = i - first, group.count = count;
+      for (int64_t member = 0; member < count; member++) members[member] = in_job(call, numbers[first + member]);
       break;
     }
   group.job = polyxla_begin_use();
@@ -190,8 +276,7 @@ static void *run(FfiCall *call, Collective *collective, const char *what) {
     return create_error(call, FFI_FAILED_PRECONDITION, "the replicas of this job share no memory");
   const char *pieces[MOST_MEMBERS];
   Row in = {call->arguments.buffers, operands}, out = {call->results.buffers, operands};
-  bool is_done = group.own >= 0 && polyxla_is_local(group.job, members[group.own]) &&
-                 collective(&group, call, in, out, pieces);
+  bool is_done = polyxla_is_local(group.job, members[group.own]) && collective(&group, call, in, out, pieces);
   *(uint32_t *)call->results.buffers[operands]->data = 0;
   polyxla_end_use(group.job);
   if (is_done) return NULL;
@@ -202,3 +287,6 @@ static void *run(FfiCall *call, Collective *collective, const char *what) {
 void *polyxla_all_reduce(FfiCall *call) { return run(call, all_reduce, "an all-reduce"); }
 void *polyxla_all_gather(FfiCall *call) { return run(call, all_gather, "an all-gather"); }
 void *polyxla_reduce_scatter(FfiCall *call) { return run(call, reduce_scatter, "a reduce-scatter"); }
+void *polyxla_all_to_all(FfiCall *call) { return run(call, all_to_all, "an all-to-all"); }
+void *polyxla_collective_broadcast(FfiCall *call) { return run(call, broadcast, "a broadcast"); }
+void *polyxla_collective_permute(FfiCall *call) { return run(call, permute, "a permute"); }

@@ -20,9 +20,12 @@ typedef enum {
   FFI_U16 = 7,
   FFI_U32 = 8,
   FFI_U64 = 9,
+  FFI_F16 = 10,
   FFI_F32 = 11,
   FFI_F64 = 12,
+  FFI_C64 = 15,
   FFI_BF16 = 16,
+  FFI_C128 = 18,
 } FfiType;
 
 typedef enum { FFI_CANCELLED = 1, FFI_FAILED_PRECONDITION = 9, FFI_UNAVAILABLE = 14 } FfiCode;

@@ -12,9 +12,10 @@ enum { BLOCK_BYTES = 4096, BLOCK_NUMBERS = BLOCK_BYTES / 2 };
 size_t polyxla_width(int type) {
   switch (type) {
     case FFI_PRED: case FFI_S8: case FFI_U8: return 1;
-    case FFI_S16: case FFI_U16: case FFI_BF16: return 2;
+    case FFI_S16: case FFI_U16: case FFI_F16: case FFI_BF16: return 2;
     case FFI_S32: case FFI_U32: case FFI_F32: return 4;
-    case FFI_S64: case FFI_U64: case FFI_F64: return 8;
+    case FFI_S64: case FFI_U64: case FFI_F64: case FFI_C64: return 8;
+    case FFI_C128: return 16;
     default: return 0;
   }
 }

@@ -71,6 +71,9 @@ Meet = tuple[str, tuple[tuple[int, ...], ...]]
 SHARED_TARGETS = {
     "all-gather": "polyxla_all_gather",
     "all-reduce": "polyxla_all_reduce",
+    "all-to-all": "polyxla_all_to_all",
+    "collective-broadcast": "polyxla_collective_broadcast",
+    "collective-permute": "polyxla_collective_permute",
     "reduce-scatter": "polyxla_reduce_scatter",
 }
 """Functions of the C library that take the place of collectives; see `shared_collectives`."""

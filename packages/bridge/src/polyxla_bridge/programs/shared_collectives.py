@@ -15,8 +15,12 @@ _REDUCTIONS = ("add", "multiply", "minimum", "maximum", "and", "or", "xor")
 """In the order of `Reduction` in native/reduction.h."""
 _OF_BOOLEANS = {"add": "or", "maximum": "or", "multiply": "and", "minimum": "and"}
 """Reductions of numbers that booleans have, too."""
+_TOGETHER = ("all-reduce", "all-to-all")
+"""Collectives whose operands go together."""
 _INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _FLOATS = frozenset(("float32", "float64", "bfloat16"))
+_COPIED = frozenset(("float16", "complex64", "complex128"))
+"""Dtypes that are not reduced."""
 _U32, _TYPED_FFI = 8, 4
 """Source: ``PrimitiveType`` in xla/xla_data.proto, ``CustomCallApiVersion`` in xla/service/hlo.proto."""
 
@@ -138,7 +142,16 @@ def _call(
     if target is None or (not listed and device_list.ByteSize()):
         return None
     groups = [list(group.replica_ids) for group in listed] or [list(range(replicas))]
+    if instruction.opcode == "collective-permute":
+        groups = [[pair.source, pair.target] for pair in instruction.source_target_pairs] or [[0, 0]]
+        # In more operands, it writes into parts of arrays.
+        if len(instruction.operand_ids) > 1:
+            return None
     if len({len(group) for group in groups}) > 1:
+        return None
+    # In those that are left out here, a replica without a group gets zeros.
+    is_complete = sorted(member for group in groups for member in group) == list(range(replicas))
+    if instruction.opcode not in ("collective-permute", "collective-broadcast") and not is_complete:
         return None
     members = [str(member) for group in groups for member in group]
     attributes = {
@@ -146,13 +159,13 @@ def _call(
         "group_size": f"{len(groups[0])} : i64",
         "devices": f"array<i64: {', '.join(map(str, devices))}>" if devices else "array<i64>",
     }
-    if instruction.dimensions:
-        attributes["dimension"] = f"{instruction.dimensions[0]} : i64"
+    # An all-to-all without a dimension has an operand for each member of the group.
+    attributes["dimension"] = f"{instruction.dimensions[0] if instruction.dimensions else -1} : i64"
     parts: dict[str, list[int]] = defaultdict(list)
     for position, shape in enumerate(_shapes(instruction)):
         dtype, _ = hlo.array_type(shape)
-        # Only operands of an all-reduce can go together.
-        parts[dtype if instruction.opcode == "all-reduce" else str(position)].append(position)
+        # The others have one operand, or one for each of several results.
+        parts[dtype if instruction.opcode in _TOGETHER else str(position)].append(position)
         reduction = roots[instruction.called_computation_ids[0]] if instruction.called_computation_ids else ""
         number = _reduction(reduction, dtype)
         if number is None:
@@ -169,7 +182,7 @@ def _reduction(name: str, dtype: str) -> int | None:
     else:
         known = _REDUCTIONS if dtype in _INTEGERS else _REDUCTIONS[:4] if dtype in _FLOATS else ()
     if not name:
-        return 0 if dtype == "bool" or known else None
+        return 0 if known or dtype in _COPIED else None
     return _REDUCTIONS.index(name) if name in known else None
 
 
