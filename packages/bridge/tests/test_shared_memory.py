@@ -445,7 +445,7 @@ def test_what_the_library_does_not_have_stays_with_gloo(engine: JaxEngine) -> No
     assert all(row.tolist() == [10.0] * 4 for (row,) in run(engine, executable, given))
 
 
-def test_a_collective_in_a_loop_stays_with_gloo(engine: JaxEngine) -> None:
+def test_a_collective_in_a_loop_stays_with_gloo_and_others_of_the_program_do_not(engine: JaxEngine) -> None:
     text = f"""HloModule shared, replica_count={REPLICAS}
       combine {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT c = f32[] add(a, b) }}
       step {{ s = (s32[], f32[4]) parameter(0)
@@ -463,12 +463,43 @@ def test_a_collective_in_a_loop_stays_with_gloo(engine: JaxEngine) -> None:
         zero = s32[] constant(0)
         start = (s32[], f32[4]) tuple(zero, x)
         end = (s32[], f32[4]) while(start), condition=goes_on, body=step
-        ROOT r = f32[4] get-tuple-element(end), index=1 }}"""
+        last = f32[4] get-tuple-element(end), index=1
+        beside = f32[4] all-reduce(x), replica_groups={{}}, to_apply=combine
+        ROOT r = (f32[4], f32[4]) tuple(last, beside) }}"""
     module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
     executable = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
-    assert not hlo.shares_memory(executable.optimized_hlo)
+    assert hlo.shares_memory(executable.optimized_hlo)
+    assert hlo.uses_sockets(executable.optimized_hlo)
     given = [[np.ones(4, np.float32)] for _ in range(REPLICAS)]
-    assert all(row.tolist() == [64.0] * 4 for (row,) in run(engine, executable, given))
+    for _ in range(10):
+        for last, beside in run(engine, executable, given):
+            assert (last.tolist(), beside.tolist()) == ([64.0] * 4, [4.0] * 4)
+
+
+def test_replicas_with_different_programs_meet(engine: JaxEngine) -> None:
+    """One of them also reduces what only gloo does."""
+    meeting = "s = f32[4] all-reduce(x), replica_groups={}, to_apply=combine"
+    short = program(engine, f"x = f32[4] parameter(0) ROOT {meeting}")
+    text = f"""HloModule longer, replica_count={REPLICAS}
+      combine {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT c = f32[] add(a, b) }}
+      narrow {{ a = f16[] parameter(0) b = f16[] parameter(1) ROOT c = f16[] add(a, b) }}
+      ENTRY main {{ x = f32[4] parameter(0)
+        h = f16[4] convert(x)
+        g = f16[4] all-reduce(h), replica_groups={{{{0}},{{1}},{{2}},{{3}}}}, to_apply=narrow
+        {meeting}
+        w = f32[4] convert(g)
+        ROOT r = f32[4] add(s, w) }}"""
+    module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    longer = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
+    assert hlo.uses_sockets(longer.optimized_hlo)
+    assert hlo.shares_memory(longer.optimized_hlo)
+    argument = np.ones(4, np.float32)
+    results = []
+    for device in engine.devices:
+        buffer = engine.from_host(device, ArrayType("float32", (4,)), argument.view(np.uint8).data)
+        results += engine.execute(longer if device.index else short, device, [buffer])
+    found = [np.frombuffer(engine.to_host(result).result(TIMEOUT_S), np.float32)[0] for result in results]
+    assert found == [4, 5, 5, 5]
 
 
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])

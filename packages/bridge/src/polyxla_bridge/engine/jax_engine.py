@@ -111,7 +111,7 @@ class JaxEngine(LocalEngine):
         loaded = native["program"].on(index)
         meets = self._agree(self._agreement, executable, index) if self._agreement is not None else None
         self._threads[index].enter(executable.name, native["collectives"], native["groups"])
-        if meets is not None and self._coordinator is not None and not native["shares_memory"]:
+        if meets is not None and self._coordinator is not None and native["uses_sockets"]:
             self._gather(self._coordinator, meets, index)
         own = native["memory"].own
         account.reserve(own, f"program {executable.name}")

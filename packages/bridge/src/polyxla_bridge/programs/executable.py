@@ -86,7 +86,7 @@ class Executable:
         self.native["donated"] = hlo.donated(self.optimized_hlo)
         self.native["collectives"] = hlo.collectives(self.optimized_hlo)
         self.native["groups"] = self.groups()
-        self.native["shares_memory"] = hlo.shares_memory(self.optimized_hlo)
+        self.native["uses_sockets"] = hlo.uses_sockets(self.optimized_hlo)
 
     def groups(self) -> frozenset[frozenset[int]]:
         """Return the groups of devices that meet in the program; see `polyxla_bridge.programs.hlo.groups`."""

@@ -283,8 +283,13 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
 
 
 def shares_memory(hlo: bytes) -> bool:
-    """Return whether a program's collectives go through memory that the replicas share."""
+    """Return whether a program has a collective that goes through memory that the replicas share."""
     return any(instruction.custom_call_target in _SHARED_KINDS for instruction in instructions(hlo))
+
+
+def uses_sockets(hlo: bytes) -> bool:
+    """Return whether a program has a collective that does not go through shared memory."""
+    return any(instruction.opcode.removesuffix("-start") in _COLLECTIVES for instruction in instructions(hlo))
 
 
 def _shared_groups(instruction: HloInstructionProto) -> set[frozenset[int]]:

@@ -26,7 +26,10 @@ _U32, _TYPED_FFI = 8, 4
 
 
 def rewritten(module: bytes, replicas: int, devices: Sequence[int]) -> bytes:
-    """Replace the collectives of a program, all of them or none: jaxlib orders its own among themselves only.
+    """Replace the collectives of a program that the C library has.
+
+    Whether it has one follows from the collective alone: replicas may meet in different programs. Those in a
+    loop or a branch stay, because no ticket would keep them in order.
 
     Args:
         module: a serialised HloModuleProto, not partitioned.
@@ -34,23 +37,18 @@ def rewritten(module: bytes, replicas: int, devices: Sequence[int]) -> bytes:
         devices: the replicas' numbers in the job; empty if they are the same.
 
     Returns:
-        The rewritten program; `module` itself if it has no collective, one that is not known, or one in a
-        loop or a branch.
+        The rewritten program; `module` itself if nothing was replaced.
     """
     parsed = hlo.parse_module(module)
-    entry = hlo.entry_of(parsed)
     opcodes = {
         step.id: step.opcode for computation in parsed.computations for step in computation.instructions
     }
     roots = {computation.id: opcodes.get(computation.root_id, "") for computation in parsed.computations}
-    calls: dict[int, _Call] = {}
-    for computation in parsed.computations:
-        for instruction in computation.instructions:
-            if hlo.is_collective(instruction):
-                call = _call(instruction, replicas, devices, roots) if computation is entry else None
-                if call is None:
-                    return module
-                calls[instruction.id] = call
+    calls = {
+        instruction.id: call
+        for instruction in hlo.entry_of(parsed).instructions
+        if (call := _call(instruction, replicas, devices, roots)) is not None
+    }
     chain = _Chain()
 
     def rewrite_of(instruction: Instruction) -> rewrite.Rewrite | None:
