@@ -469,37 +469,45 @@ def test_a_collective_in_a_loop_stays_with_gloo_and_others_of_the_program_do_not
     module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
     executable = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
     assert hlo.shares_memory(executable.optimized_hlo)
-    assert hlo.uses_sockets(executable.optimized_hlo)
+    assert hlo.groups_on_sockets(executable.optimized_hlo)
     given = [[np.ones(4, np.float32)] for _ in range(REPLICAS)]
     for _ in range(10):
         for last, beside in run(engine, executable, given):
             assert (last.tolist(), beside.tolist()) == ([64.0] * 4, [4.0] * 4)
 
 
-def test_replicas_with_different_programs_meet(engine: JaxEngine) -> None:
-    """One of them also reduces what only gloo does."""
-    meeting = "s = f32[4] all-reduce(x), replica_groups={}, to_apply=combine"
-    short = program(engine, f"x = f32[4] parameter(0) ROOT {meeting}")
-    text = f"""HloModule longer, replica_count={REPLICAS}
-      combine {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT c = f32[] add(a, b) }}
-      narrow {{ a = f16[] parameter(0) b = f16[] parameter(1) ROOT c = f16[] add(a, b) }}
-      ENTRY main {{ x = f32[4] parameter(0)
-        h = f16[4] convert(x)
-        g = f16[4] all-reduce(h), replica_groups={{{{0}},{{1}},{{2}},{{3}}}}, to_apply=narrow
-        {meeting}
-        w = f32[4] convert(g)
-        ROOT r = f32[4] add(s, w) }}"""
-    module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
-    longer = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
-    assert hlo.uses_sockets(longer.optimized_hlo)
-    assert hlo.shares_memory(longer.optimized_hlo)
-    argument = np.ones(4, np.float32)
-    results = []
+WIDE = "s = f32[4] all-reduce(x), replica_groups={}, to_apply=combine"
+NARROW = """h = f16[4] convert(x)
+  g = f16[4] all-reduce(h), replica_groups=%s, to_apply=narrow
+  w = f32[4] convert(g)"""
+
+
+@pytest.mark.parametrize("groups", ["{}", "{{0},{1},{2},{3}}"], ids=["all", "alone"])
+def test_replicas_may_meet_in_one_program_or_in_two(engine: JaxEngine, groups: str) -> None:
+    """What only gloo does comes behind what shares memory, in the same program or in the next."""
+
+    def compiled(name: str, body: str) -> Executable:
+        text = f"""HloModule {name}, replica_count={REPLICAS}
+          combine {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT c = f32[] add(a, b) }}
+          narrow {{ a = f16[] parameter(0) b = f16[] parameter(1) ROOT c = f16[] add(a, b) }}
+          ENTRY main {{ x = f32[4] parameter(0) {body} }}"""
+        module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+        return engine.compile(module, xla_client.CompileOptions().SerializeAsString())
+
+    narrow = NARROW % groups
+    both = compiled("both", f"{WIDE}\n {narrow}\n ROOT r = (f32[4], f32[4]) tuple(s, w)")
+    first = compiled("first", f"ROOT {WIDE}")
+    second = compiled("second", f"{narrow}\n ROOT r = (f32[4]) tuple(w)")
+    assert hlo.groups_on_sockets(both.optimized_hlo)
+    assert hlo.shares_memory(both.optimized_hlo)
+    assert not hlo.groups_on_sockets(first.optimized_hlo)
+    argument, results = np.ones(4, np.float32), []
     for device in engine.devices:
         buffer = engine.from_host(device, ArrayType("float32", (4,)), argument.view(np.uint8).data)
-        results += engine.execute(longer if device.index else short, device, [buffer])
+        for executable in (both,) if device.index else (first, second):
+            results += engine.execute(executable, device, [buffer])
     found = [np.frombuffer(engine.to_host(result).result(TIMEOUT_S), np.float32)[0] for result in results]
-    assert found == [4, 5, 5, 5]
+    assert found == [4, 4 if groups == "{}" else 1] * REPLICAS
 
 
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])

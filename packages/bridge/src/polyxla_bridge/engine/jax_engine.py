@@ -63,6 +63,7 @@ class JaxEngine(LocalEngine):
         self._moving: dict[Future[Any], tuple[int, str, str, float]] = {}
         self._agreement: Agreement | None = None
         self._met: dict[int, set[frozenset[int]]] = {index: set() for index in self._threads}
+        self._awaited: dict[int, set[frozenset[int]]] = {index: set() for index in self._threads}
         coordinator: CompileCoordinator | None = None
         if settings.replicas > 1:
             self._agreement = Agreement(self._clients.link, settings)
@@ -111,8 +112,8 @@ class JaxEngine(LocalEngine):
         loaded = native["program"].on(index)
         meets = self._agree(self._agreement, executable, index) if self._agreement is not None else None
         self._threads[index].enter(executable.name, native["collectives"], native["groups"])
-        if meets is not None and self._coordinator is not None and native["uses_sockets"]:
-            self._gather(self._coordinator, meets, index)
+        if meets is not None and self._coordinator is not None:
+            self._gather(self._coordinator, meets, index, native["groups_on_sockets"])
         own = native["memory"].own
         account.reserve(own, f"program {executable.name}")
         try:
@@ -130,17 +131,27 @@ class JaxEngine(LocalEngine):
         account.add(arrays, reserved=own)
         return arrays
 
-    def _gather(self, coordinator: CompileCoordinator, meets: Program, index: int) -> None:
-        """Wait for the replicas that this one meets for the first time: gloo waits for 30 s only."""
-        new = [group for group in meets.groups if group not in self._met[index]]
-        for group in new:
-            coordinator.arrive(group, index)
+    def _gather(
+        self,
+        coordinator: CompileCoordinator,
+        meets: Program,
+        index: int,
+        on_sockets: frozenset[frozenset[int]],
+    ) -> None:
+        """Wait for the replicas that this one meets through gloo for the first time: gloo waits 30 s only."""
+        # A replica arrives with the first program that meets the group, even if that shares memory.
+        for group in meets.groups:
+            if group not in self._met[index]:
+                coordinator.arrive(group, index)
+        self._met[index].update(meets.groups)
+        every = frozenset(range(self._settings.replicas))
+        new = {group or every for group in on_sockets} - self._awaited[index]
         # The replicas of a group may have different programs. Then another may be on its way to a later group
         # only after this one has met the first.
-        for group in new:
-            if not meets.is_divided or group == meets.groups[0]:
+        for group in meets.groups:
+            if group in new and (not meets.is_divided or group == meets.groups[0]):
                 coordinator.await_arrivals(group)
-        self._met[index].update(new)
+        self._awaited[index].update(new)
 
     def _agree(self, agreement: Agreement, executable: Executable, index: int) -> Program:
         try:

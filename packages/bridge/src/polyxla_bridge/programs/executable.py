@@ -86,16 +86,22 @@ class Executable:
         self.native["donated"] = hlo.donated(self.optimized_hlo)
         self.native["collectives"] = hlo.collectives(self.optimized_hlo)
         self.native["groups"] = self.groups()
-        self.native["uses_sockets"] = hlo.uses_sockets(self.optimized_hlo)
+        self.native["groups_on_sockets"] = self._in_job(hlo.groups_on_sockets(self.optimized_hlo))
 
     def groups(self) -> frozenset[frozenset[int]]:
         """Return the groups of devices that meet in the program; see `polyxla_bridge.programs.hlo.groups`."""
-        found = hlo.groups(self.optimized_hlo)
+        return self._in_job(hlo.groups(self.optimized_hlo))
+
+    def _in_job(self, groups: frozenset[frozenset[int]]) -> frozenset[frozenset[int]]:
+        """Return groups of the program's own numbers as groups of devices.
+
+        A group without members stands for all of the job's.
+        """
         if not self.devices:
-            return found
+            return groups
         # A group without members stands for all that run the program.
         every = range(len(self.devices))
-        return frozenset(frozenset(self.devices[number] for number in group or every) for group in found)
+        return frozenset(frozenset(self.devices[number] for number in group or every) for group in groups)
 
     def runs_on(self, index: int) -> bool:
         """Return whether a device runs the program."""

@@ -287,9 +287,19 @@ def shares_memory(hlo: bytes) -> bool:
     return any(instruction.custom_call_target in _SHARED_KINDS for instruction in instructions(hlo))
 
 
-def uses_sockets(hlo: bytes) -> bool:
-    """Return whether a program has a collective that does not go through shared memory."""
-    return any(instruction.opcode.removesuffix("-start") in _COLLECTIVES for instruction in instructions(hlo))
+def groups_on_sockets(hlo: bytes) -> frozenset[frozenset[int]]:
+    """Return the groups of the collectives that do not go through shared memory.
+
+    A group without members stands for all replicas.
+    """
+    found: set[frozenset[int]] = set()
+    for instruction in instructions(hlo):
+        if instruction.opcode.removesuffix("-start") in _COLLECTIVES:
+            listed = instruction.collective_device_list.replica_groups or instruction.replica_groups
+            found.update(frozenset(group.replica_ids) for group in listed)
+            if not listed:
+                found.add(frozenset())
+    return frozenset(found)
 
 
 def _shared_groups(instruction: HloInstructionProto) -> set[frozenset[int]]:
