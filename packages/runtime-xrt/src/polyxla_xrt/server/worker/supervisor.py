@@ -121,15 +121,25 @@ class _Supervisor:
         self._orders: socket.socket | None = None
         self._jobs: set[int] = set()
         self._kept: Kept = {}
-        # Signals write to this socket, which wakes the thread from `select`: one that arrives just before
-        # a call that waits would not interrupt it.
-        self._woken, self._wakes = socket.socketpair()
-        self._wakes.setblocking(False)
+        # Both ends of the line on which signals arrive: this process reads the first.
+        self._signals: tuple[socket.socket, ...] = ()
 
     def run(self, ready: Callable[[Served], None]) -> int:
+        # Signals write to this line, which wakes the thread from its waits: one that arrives just before a
+        # call that waits would not interrupt it.
+        self._signals = socket.socketpair()
+        woken, wakes = self._signals
+        with woken, wakes:
+            wakes.setblocking(False)
+            signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+            try:
+                return self._run(ready)
+            finally:
+                signal.set_wakeup_fd(-1)
+
+    def _run(self, ready: Callable[[Served], None]) -> int:
         # The other end closes when this process ends, however it ends.
         alive, self._life = os.pipe()
-        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         for number in _STOPPING:
             signal.signal(number, self._stop)
         signal.signal(signal.SIGCHLD, self._reap)
@@ -170,13 +180,12 @@ class _Supervisor:
                 self._pid = 0
                 return os.waitstatus_to_exitcode(status)
             # Its end is a signal, too.
-            select.select([self._woken], [], [])
-            self._woken.recv(4096)
+            self._signals[0].recv(4096)
 
     def _receive(self, connection: socket.socket, files: int) -> tuple[bytes, list[int]]:
         """Wait for a message and its files; return nothing if the other end was closed."""
-        while connection not in select.select([connection, self._woken], [], [])[0]:
-            self._woken.recv(4096)
+        while connection not in select.select([connection, self._signals[0]], [], [])[0]:
+            self._signals[0].recv(4096)
         text, found, _, _ = socket.recv_fds(connection, _MAX_REPORT_BYTES, files)
         return text, found
 
@@ -254,8 +263,8 @@ class _Supervisor:
             if self._orders:
                 self._orders.close()
             signal.set_wakeup_fd(-1)
-            self._woken.close()
-            self._wakes.close()
+            for end in self._signals:
+                end.close()
             # A terminal sends Ctrl-C to both processes; the supervisor decides and sends SIGTERM.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             for inherited in (signal.SIGTERM, signal.SIGCHLD):
