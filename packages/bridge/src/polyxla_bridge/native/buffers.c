@@ -169,31 +169,39 @@ static Error *check_type(int type) {
   return polyxla_error_of(INVALID_ARGUMENT, "arrays of type %s (%d) cannot be copied to a device", name, type);
 }
 
-static Error *check_dense(const PJRT_Client_BufferFromHostBuffer_Args *args) {
+static bool is_dense(const PJRT_Client_BufferFromHostBuffer_Args *args) {
   const int64_t *dims = args->dims, *strides = args->byte_strides;
   int64_t dense = (int64_t)DTYPES[args->type].width;
-  for (size_t i = args->num_byte_strides; i-- > 0; dense *= dims[i]) {
-    /* The stride of a dimension of size 1 has no effect. */
-    if (dims[i] > 1 && strides[i] != dense)
-      return polyxla_error_of(UNIMPLEMENTED,
-                              "dimension %zu has a stride of %lld bytes where %lld were expected: "
-                              "only dense row-major arrays can be copied",
-                              i, (long long)strides[i], (long long)dense);
-    /* An array without elements is dense. */
-    if (dims[i] == 0) break;
+  /* Without strides, an array is dense; the stride of a dimension of size 1 has no effect. */
+  for (size_t i = args->num_byte_strides; i-- > 0; dense *= dims[i])
+    if (dims[i] > 1 && strides[i] != dense) return false;
+  return true;
+}
+
+/* Copies the elements of an array in their order; returns where the next one goes. */
+static char *gather(char *into, const char *from, size_t width, size_t rank, const int64_t *dims,
+                    const int64_t *strides) {
+  if (rank == 0 || (rank == 1 && *strides == (int64_t)width)) {
+    size_t size = rank == 0 ? width : *dims * width;
+    memcpy(into, from, size);
+    return into + size;
   }
-  return NULL;
+  for (int64_t i = 0; i < *dims; i++)
+    into = gather(into, from + i * *strides, width, rank - 1, dims + 1, strides + 1);
+  return into;
 }
 
 Error *PJRT_Client_BufferFromHostBuffer(PJRT_Client_BufferFromHostBuffer_Args *args) {
   Error *error = check_type(args->type);
-  if (error == NULL) error = check_dense(args);
   if (error != NULL) return error;
   size_t size = size_of(args->type, args->num_dims, args->dims);
   void *data = size > 0 ? polyxla_allocate_data(size) : NULL;
   if (size > 0 && data == NULL)
     return polyxla_error_of(RESOURCE_EXHAUSTED, "no memory for %zu bytes from the host", size);
-  if (size > 0) memcpy(data, args->data, size);
+  if (size > 0 && is_dense(args))
+    memcpy(data, args->data, size);
+  else if (size > 0)
+    gather(data, args->data, DTYPES[args->type].width, args->num_dims, args->dims, args->byte_strides);
   void *place = args->device != NULL ? args->device : args->memory;
   Buffer *buffer = make(place, args->type, args->num_dims, args->dims);
   buffer->data = data;
