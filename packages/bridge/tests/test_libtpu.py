@@ -106,6 +106,15 @@ def test_jax_computes_on_an_emulated_v4_beside_torch_xla(run: Run, slice_of: Sli
     ]
 
 
+def test_jax_partitions_programs_over_an_emulated_v4(run: Run, slice_of: SliceOf) -> None:
+    (environ,) = slice_of("v4:2x2x1", "1,1,1", [0])
+    whole = {"TPU_VISIBLE_CHIPS": "0,1,2,3", "JAX_FORCE_TPU_INIT": "1"}
+    (done,) = run("jax_partitioned.py", environs=[environ | whole])
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = ["columns", "call", "result", "gradient", "constraint", "scan", "shard_map"]
+    assert done.stdout.splitlines() == ["2.0", *(f"{case} True" for case in cases)]
+
+
 def test_jax_computes_on_an_emulated_v4_without_torch_xla(slice_of: SliceOf) -> None:
     code = """
 import sys

@@ -36,6 +36,10 @@ options, and a flag in ``XLA_FLAGS`` replaces them.
 Source: DebugOptions in xla/xla.proto.
 """
 
+_SHARDY = b"xla.sdy.meshes"
+"""Part of a program that is written for Shardy, XLA's newer partitioner.
+Source: ``kMeshesRoundTripAttr`` in xla/service/spmd/shardy/constants.h."""
+
 _STRICT = {"GE": "GT", "LE": "LT"}
 """Comparisons that hold for equal numbers, and the strict ones that order unequal numbers in the same way."""
 
@@ -56,6 +60,9 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
     - An all-reduce of integers by "and", "or" or "xor", or of booleans by "xor", which the client refuses,
       becomes an all-gather whose rows are combined locally. A partitioned program has one too, if it is
       written for its devices, as TorchTPU's are.
+
+    - What a called computation returns loses its sharding, in a program that JAX has written for Shardy: XLA
+      would take the program for one of the older partitioner, and then refuse it.
 
     The others are for programs that are not partitioned: the partitioner adds collectives in forms that the
     client knows.
@@ -78,6 +85,8 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
         The rewritten program; `module` itself if nothing had to change.
     """
     parsed = hlo.parse_module(module)
+    if is_partitioned and _SHARDY in module and _has_freed_results(parsed):
+        module = parsed.SerializeToString()
     every = [instruction for computation in parsed.computations for instruction in computation.instructions]
     opcodes = {instruction.id: instruction.opcode for instruction in every}
     shapes = {instruction.id: instruction.shape for instruction in every}
@@ -93,6 +102,22 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
     )
     rules = _Rules(replicas, is_partitioned, roots, shapes, comparisons)
     return rewritten(module, parsed, rules.rewrite_of)
+
+
+def _has_freed_results(parsed: Module) -> bool:
+    """Remove the shardings of what called computations return; return whether there were any."""
+    roots = [
+        instruction
+        for computation in parsed.computations
+        for instruction in computation.instructions
+        if instruction.id == computation.root_id
+        and computation.id != parsed.entry_computation_id
+        and instruction.HasField("sharding")
+    ]
+    for root in roots:
+        # Shardy reads its own attribute of the instruction.
+        root.ClearField("sharding")
+    return bool(roots)
 
 
 def rewritten(module: bytes, parsed: Module, rewrite_of: Callable[[Instruction], Rewrite | None]) -> bytes:
