@@ -1,7 +1,7 @@
 """Cost of replicas on the bridge, compared with torch_xla's CPU client and DistributedDataParallel.
 
     nox -s bench -- replicas [step] [plugin] [scaling] [collectives] [agreement] [start] [spmd] [compile]
-        [memory] [--json]
+        [memory] [jax] [--json]
 
 Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
 speed is that of the best round, with the CPU time of a thousand samples beside it; a time is the best of
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from harness import HOST, NATIVE, Contestant, Usage, contest, do, main, resident_bytes, row, used
-from trainings import BATCH, DdpTraining, SpmdTraining, TorchSum, XlaSum, XlaTraining, serve
+from trainings import BATCH, DdpTraining, JaxTraining, SpmdTraining, TorchSum, XlaSum, XlaTraining, serve
 
 REPLICAS = 4
 STARTS = 2
@@ -73,6 +73,16 @@ def _in_uncompared_replica(model: str, batch: int, port: int, replica: Any) -> N
 
 def partitioned(model: str, batch: int, port: int) -> None:
     serve(SpmdTraining(model, batch), port)
+
+
+def on_jax(platform: str, batch: int, port: int) -> None:
+    if platform == "tpu":
+        # As in an SPMD program of torch_xla, this process has all chips.
+        import torch_xla.runtime as xr
+
+        xr.use_spmd()
+        xr.global_runtime_device_count()
+    serve(JaxTraining(platform, batch), port)
 
 
 def summed(what: str, count: int, port: int) -> None:
@@ -277,6 +287,17 @@ def measure_spmd() -> None:
             row(f"spmd: {model}, 4 devices / 4 replicas", ours, peer, ours.best / peer.best, at_least=0.8)
 
 
+def measure_jax() -> None:
+    """Compare a program of JAX on eight emulated chips with the same program on JAX's eight CPU devices."""
+    chips = {"POLYXLA_EMULATE": "v5e-8", "JAX_FORCE_TPU_INIT": "1"}
+    mesh = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    with contest(
+        partial(Contestant, on_jax, "tpu", 8 * 16, 1, chips),
+        partial(Contestant, on_jax, "cpu", 8 * 16, 1, mesh),
+    ) as (ours, peer):
+        row("jax: block, 8 emulated chips / 8 CPU devices", ours, peer, ours.best / peer.best, at_least=0.9)
+
+
 def measure_start() -> None:
     """Measure the time from the command to the end of the first step of all replicas."""
     ways = {
@@ -335,6 +356,7 @@ PARTS = {
     "start": measure_start,
     "compile": measure_compile,
     "memory": measure_memory,
+    "jax": measure_jax,
 }
 
 

@@ -226,6 +226,81 @@ class DdpTraining(TorchTraining):
         super().__init__(model, batch, device, wrap=DistributedDataParallel)
 
 
+class JaxTraining:
+    """Trains the block with JAX, as one program on all devices, each with a part of the batch.
+
+    Args:
+        platform: JAX's name of the devices.
+        batch: samples of all devices in each step.
+    """
+
+    def __init__(self, platform: str, batch: int) -> None:
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        jax.config.update("jax_platforms", platform)  # type: ignore[no-untyped-call]
+        mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+        divide: Any = PartitionSpec
+        everywhere, divided = (NamedSharding(mesh, divide(*axes)) for axes in ((), ("data",)))
+        keys = iter(jax.random.split(jax.random.key(0), 2 * POOL + 8))
+        shapes = {
+            "qkv": (WIDTH, 3 * WIDTH),
+            "out": (WIDTH, WIDTH),
+            "up": (WIDTH, 4 * WIDTH),
+            "down": (4 * WIDTH, WIDTH),
+            "head": (WIDTH, CLASSES),
+        }
+        weights = {name: 0.02 * jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
+        self._weights = jax.device_put(weights, everywhere)
+        self._batches = [
+            jax.device_put(
+                (
+                    jax.random.normal(next(keys), (batch, TOKENS, WIDTH)),
+                    jax.random.randint(next(keys), (batch,), 0, CLASSES),
+                ),
+                divided,
+            )
+            for _ in range(POOL)
+        ]
+        self._step = jax.jit(jax_step, donate_argnums=0)
+
+    def run(self, steps: int) -> None:
+        import jax
+
+        for number in range(steps):
+            self._weights = self._step(self._weights, *self._batches[number % POOL])
+        jax.tree.leaves(self._weights)[0].block_until_ready()
+
+
+def jax_step(weights: dict[str, Any], words: Any, target: Any) -> dict[str, Any]:
+    """Return the weights after a step of SGD."""
+    import jax
+
+    gradients = jax.grad(jax_loss)(weights, words, target)
+    updated: dict[str, Any] = jax.tree.map(lambda weight, slope: weight - 0.01 * slope, weights, gradients)
+    return updated
+
+
+def jax_loss(weights: dict[str, Any], words: Any, target: Any) -> Any:
+    """Return the loss of the block, which is that of `block` without biases."""
+    import jax
+    import jax.numpy as jnp
+
+    rows, tokens, _ = words.shape
+    q, k, v = jnp.moveaxis((_norm(words) @ weights["qkv"]).reshape(rows, tokens, 3, 4, WIDTH // 4), 2, 0)
+    scores = jax.nn.softmax(jnp.einsum("rthw,rshw->rhts", q, k) / (WIDTH // 4) ** 0.5)
+    words += jnp.einsum("rhts,rshw->rthw", scores, v).reshape(rows, tokens, WIDTH) @ weights["out"]
+    words += jax.nn.gelu(_norm(words) @ weights["up"]) @ weights["down"]
+    chances = jax.nn.log_softmax(words.mean(1) @ weights["head"])
+    return -jnp.take_along_axis(chances, target[:, None], 1).mean()
+
+
+def _norm(words: Any) -> Any:
+    import jax.numpy as jnp
+
+    return (words - words.mean(-1, keepdims=True)) / jnp.sqrt(words.var(-1, keepdims=True) + 1e-5)
+
+
 class XlaSum:
     """Sums arrays of zeros over all replicas, in place.
 
@@ -268,7 +343,7 @@ class TorchSum:
             distributed.all_reduce(self._array)
 
 
-def serve(training: XlaTraining | TorchTraining | XlaSum | TorchSum, port: int) -> None:
+def serve(training: XlaTraining | TorchTraining | JaxTraining | XlaSum | TorchSum, port: int) -> None:
     with Connection(socket.create_connection((HOST, port)).detach()) as pipe:
         while (steps := _received(pipe)) is not None:
             started, used_s = time.perf_counter(), time.process_time()
