@@ -1,9 +1,8 @@
 /* Collectives of replicas of one machine, which programs call by XLA's foreign function interface.
  *
- * The arrays go through the replicas' buffers in pieces. Every replica adds in the order of the replicas, so all get the
- * same bits, in every run.
+ * The arrays go through the buffers of the replicas in pieces. Every replica adds in the order of the replicas, so all
+ * get the same bits, in every run.
  */
-#include <stdio.h>
 #include <string.h>
 
 #include "ffi.h"
@@ -48,18 +47,21 @@ static int64_t in_job(const FfiCall *call, int64_t replica) {
 typedef struct {
   FfiBuffer **arrays;
   int64_t count;
-} Row;
+} Arrays;
 
-static void copy(const Row *row, size_t offset, char *buffer, size_t size, bool is_read) {
-  for (int64_t i = 0; i < row->count && size > 0; i++) {
-    size_t whole = bytes_of(row->arrays[i]);
+static void copy(const Arrays *all, size_t offset, char *buffer, size_t size, bool is_read) {
+  for (int64_t i = 0; i < all->count && size > 0; i++) {
+    size_t whole = bytes_of(all->arrays[i]);
     if (offset >= whole) {
       offset -= whole;
       continue;
     }
     size_t some = least(whole - offset, size);
-    char *array = (char *)row->arrays[i]->data + offset;
-    if (is_read) memcpy(buffer, array, some); else memcpy(array, buffer, some);
+    char *array = (char *)all->arrays[i]->data + offset;
+    if (is_read)
+      memcpy(buffer, array, some);
+    else
+      memcpy(array, buffer, some);
     buffer += some;
     size -= some;
     offset = 0;
@@ -67,10 +69,10 @@ static void copy(const Row *row, size_t offset, char *buffer, size_t size, bool 
 }
 
 /* Publishes a piece of the operands, and waits for those of the others. */
-static bool exchange(Group *group, const Row *row, size_t offset, size_t size, const char **pieces) {
+static bool exchange(Group *group, const Arrays *in, size_t offset, size_t size, const char **pieces) {
   char *buffer = polyxla_next_buffer(group);
   if (buffer == NULL) return false;
-  copy(row, offset, buffer, size, true);
+  copy(in, offset, buffer, size, true);
   polyxla_publish(group);
   return polyxla_await(group, pieces);
 }
@@ -80,7 +82,7 @@ static size_t part(size_t size, int count, int member, size_t width) {
   return size / width * member / count * width;
 }
 
-static bool all_reduce(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+static bool all_reduce(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   Reduction how = number(call, "reduction");
   int type = in.arrays[0]->type;
   size_t total = 0, step = polyxla_buffer_size(group->job), width = polyxla_width(type);
@@ -112,33 +114,42 @@ static bool all_reduce(Group *group, const FfiCall *call, Row in, Row out, const
   return true;
 }
 
-/* The sizes of an array in bytes: along the dimension, and of what is behind it. */
+/* Returns the bytes of an array's part that has the dimensions from this one on. */
 static size_t behind(const FfiBuffer *array, int64_t dimension) {
   size_t size = polyxla_width(array->type);
   for (int64_t i = dimension; i < array->rank; i++) size *= array->dims[i];
   return size;
 }
 
-static bool all_gather(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+/* The part of an array's bytes that is in one row, and also in the current piece. */
+typedef struct {
+  size_t start, size;
+} Span;
+
+static bool next_span(Span *span, size_t row, size_t end) {
+  span->start += span->size;
+  span->size = least(row - span->start % row, end - span->start);
+  return span->size > 0;
+}
+
+static bool all_gather(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   size_t total = bytes_of(in.arrays[0]), step = polyxla_buffer_size(group->job);
   /* Each member's rows alternate with those of the others. */
   size_t row = behind(in.arrays[0], number(call, "dimension"));
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
     if (!exchange(group, &in, offset, size, pieces)) return false;
-    for (int i = 0; i < group->count; i++)
-      for (size_t at = offset; at < offset + size;) {
-        size_t some = least(row - at % row, offset + size - at);
-        size_t place = (at / row * group->count + i) * row + at % row;
-        memcpy((char *)out.arrays[0]->data + place, pieces[i] + (at - offset), some);
-        at += some;
+    for (Span span = {.start = offset}; next_span(&span, row, offset + size);)
+      for (int i = 0; i < group->count; i++) {
+        size_t place = (span.start / row * group->count + i) * row + span.start % row;
+        memcpy((char *)out.arrays[0]->data + place, pieces[i] + (span.start - offset), span.size);
       }
     polyxla_release(group);
   }
   return true;
 }
 
-static bool reduce_scatter(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+static bool reduce_scatter(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   Reduction how = number(call, "reduction");
   int type = in.arrays[0]->type;
   size_t total = bytes_of(in.arrays[0]), step = polyxla_buffer_size(group->job);
@@ -146,23 +157,20 @@ static bool reduce_scatter(Group *group, const FfiCall *call, Row in, Row out, c
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
     if (!exchange(group, &in, offset, size, pieces)) return false;
-    for (size_t at = offset; at < offset + size;) {
-      size_t some = least(row - at % row, offset + size - at);
-      size_t number_of_row = at / row;
-      if (number_of_row % group->count == (size_t)group->own) {
-        const char *rows[MOST_MEMBERS];
-        for (int i = 0; i < group->count; i++) rows[i] = pieces[i] + (at - offset);
-        char *result = (char *)out.arrays[0]->data + number_of_row / group->count * row + at % row;
-        polyxla_reduce(result, rows, group->count, some, type, how);
-      }
-      at += some;
+    for (Span span = {.start = offset}; next_span(&span, row, offset + size);) {
+      size_t number_of_row = span.start / row;
+      if (number_of_row % group->count != (size_t)group->own) continue;
+      const char *rows[MOST_MEMBERS];
+      for (int i = 0; i < group->count; i++) rows[i] = pieces[i] + (span.start - offset);
+      char *result = (char *)out.arrays[0]->data + number_of_row / group->count * row + span.start % row;
+      polyxla_reduce(result, rows, group->count, span.size, type, how);
     }
     polyxla_release(group);
   }
   return true;
 }
 
-static bool all_to_all(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+static bool all_to_all(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   size_t total = 0, step = polyxla_buffer_size(group->job);
   for (int64_t i = 0; i < in.count; i++) total += bytes_of(in.arrays[i]);
   /* The operands are the members' parts, or one operand has them in one dimension. */
@@ -171,15 +179,13 @@ static bool all_to_all(Group *group, const FfiCall *call, Row in, Row out, const
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
     if (!exchange(group, &in, offset, size, pieces)) return false;
-    for (size_t at = offset; at < offset + size;) {
-      size_t some = least(row - at % row, offset + size - at);
-      size_t number_of_row = at / row;
-      if (number_of_row % group->count == (size_t)group->own)
-        for (int i = 0; i < group->count; i++) {
-          size_t place = (number_of_row / group->count * group->count + i) * row + at % row;
-          copy(&out, place, (char *)pieces[i] + (at - offset), some, false);
-        }
-      at += some;
+    for (Span span = {.start = offset}; next_span(&span, row, offset + size);) {
+      size_t number_of_row = span.start / row;
+      if (number_of_row % group->count != (size_t)group->own) continue;
+      for (int i = 0; i < group->count; i++) {
+        size_t place = (number_of_row / group->count * group->count + i) * row + span.start % row;
+        copy(&out, place, (char *)pieces[i] + (span.start - offset), span.size, false);
+      }
     }
     polyxla_release(group);
   }
@@ -187,7 +193,7 @@ static bool all_to_all(Group *group, const FfiCall *call, Row in, Row out, const
 }
 
 /* Passes the operand from one replica to others. */
-static bool pass(Group *group, Row in, Row out, const int64_t *targets, int target_count, const int64_t *source) {
+static bool pass(Group *group, Arrays in, Arrays out, const int64_t *targets, int target_count, const int64_t *source) {
   size_t total = bytes_of(out.arrays[0]), step = polyxla_buffer_size(group->job);
   int64_t own = group->members[group->own], members[MOST_MEMBERS + 1], pair[2] = {own, source ? *source : own};
   members[0] = own;
@@ -213,7 +219,7 @@ static bool pass(Group *group, Row in, Row out, const int64_t *targets, int targ
   return true;
 }
 
-static bool broadcast(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+static bool broadcast(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   (void)call, (void)pieces;
   if (group->count == 0) {
     memset(out.arrays[0]->data, 0, bytes_of(out.arrays[0]));
@@ -225,7 +231,7 @@ static bool broadcast(Group *group, const FfiCall *call, Row in, Row out, const 
 }
 
 /* Its group has two members each: a source and the target. A replica may be in two of them, or in none. */
-static bool permute(Group *group, const FfiCall *call, Row in, Row out, const char **pieces) {
+static bool permute(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   (void)pieces;
   const FfiArray *pairs = find(&call->attributes, "groups");
   const int64_t *numbers = pairs->data;
@@ -244,7 +250,7 @@ static bool permute(Group *group, const FfiCall *call, Row in, Row out, const ch
   return pass(group, in, out, &target, has_target, has_source ? &source : NULL);
 }
 
-typedef bool Collective(Group *group, const FfiCall *call, Row in, Row out, const char **pieces);
+typedef bool Collective(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces);
 
 /* Finds this replica's group, and carries out the collective. The last two arguments are the replica's number in the
  * program and the ticket of the collective before, the last result is the ticket: collectives that do not depend on
@@ -275,7 +281,7 @@ static void *run(FfiCall *call, Collective *collective, const char *what) {
   if (group.job == NULL)
     return create_error(call, FFI_FAILED_PRECONDITION, "the replicas of this job share no memory");
   const char *pieces[MOST_MEMBERS];
-  Row in = {call->arguments.buffers, operands}, out = {call->results.buffers, operands};
+  Arrays in = {call->arguments.buffers, operands}, out = {call->results.buffers, operands};
   bool is_done = polyxla_is_local(group.job, members[group.own]) && collective(&group, call, in, out, pieces);
   *(uint32_t *)call->results.buffers[operands]->data = 0;
   polyxla_end_use(group.job);
