@@ -374,6 +374,28 @@ GROUPINGS: list[Groups] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        "collective-broadcast(x), replica_groups={{0,1,2,3}}",
+        "collective-permute(x), source_target_pairs={{0,3}}",
+    ],
+    ids=["broadcast", "permute"],
+)
+def test_a_replica_passes_its_array_to_no_later_job(engine: JaxEngine, what: str) -> None:
+    """It is not done before the others have the array."""
+    executable = program(engine, f"x = f32[4] parameter(0) ROOT r = f32[4] {what}")
+    argument, results = np.ones(4, np.float32), []
+    for device in engine.devices:
+        buffer = engine.from_host(device, ArrayType("float32", (4,)), argument.view(np.uint8).data)
+        results.append(engine.to_host(engine.execute(executable, device, [buffer])[0]))
+        if device.index == 0:
+            with pytest.raises(TimeoutError):
+                results[0].result(0.3)
+    found = [np.frombuffer(result.result(TIMEOUT_S), np.float32)[0] for result in results]
+    assert found == ([1, 1, 1, 1] if "broadcast" in what else [0, 0, 0, 1])
+
+
 RING = ((0, 1), (1, 2), (2, 3), (3, 0))
 
 

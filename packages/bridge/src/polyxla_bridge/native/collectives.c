@@ -192,7 +192,7 @@ static bool all_to_all(Group *group, const FfiCall *call, Arrays in, Arrays out,
   return true;
 }
 
-/* Passes the operand from one replica to others. */
+/* Passes the operand from one replica to others, which have read it when this returns. */
 static bool pass(Group *group, Arrays in, Arrays out, const int64_t *targets, int target_count, const int64_t *source) {
   size_t total = bytes_of(out.arrays[0]), step = polyxla_buffer_size(group->job);
   int64_t own = group->members[group->own], members[MOST_MEMBERS + 1], pair[2] = {own, source ? *source : own};
@@ -216,7 +216,8 @@ static bool pass(Group *group, Arrays in, Arrays out, const int64_t *targets, in
       polyxla_release(group);
     }
   }
-  return true;
+  /* A replica that went on at once would leave its array to the next job of these replicas if this one ends here. */
+  return polyxla_await_reads(group);
 }
 
 static bool broadcast(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {

@@ -262,14 +262,25 @@ static char *buffer_of(const Job *job, int64_t replica, int number) {
   return job->buffers + (replica * BUFFERS + number) * job->buffer_size;
 }
 
-char *polyxla_next_buffer(Group *group) {
+static bool await_reads_of(Group *group, int number) {
   int64_t own = group->members[group->own];
   Memory *memory = memory_of(group);
-  for (int i = 0; i < memory->uses[memory->next].count; i++) {
-    int64_t other = memory->uses[memory->next].members[i];
-    if (!wait_for(group, &cell(group->job, other, own)->read, memory->uses[memory->next].reads[i], other)) return NULL;
+  for (int i = 0; i < memory->uses[number].count; i++) {
+    int64_t other = memory->uses[number].members[i];
+    if (!wait_for(group, &cell(group->job, other, own)->read, memory->uses[number].reads[i], other)) return false;
   }
-  return buffer_of(group->job, own, memory->next);
+  return true;
+}
+
+char *polyxla_next_buffer(Group *group) {
+  int next = memory_of(group)->next;
+  return await_reads_of(group, next) ? buffer_of(group->job, group->members[group->own], next) : NULL;
+}
+
+bool polyxla_await_reads(Group *group) {
+  for (int number = 0; number < BUFFERS; number++)
+    if (!await_reads_of(group, number)) return false;
+  return true;
 }
 
 void polyxla_publish(Group *group) {

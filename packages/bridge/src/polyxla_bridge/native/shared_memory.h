@@ -34,6 +34,8 @@ char *polyxla_next_buffer(Group *group);
 void polyxla_publish(Group *group);
 /* Waits until all members have published; `buffers` gets theirs in the order of the members. */
 bool polyxla_await(Group *group, const char **buffers);
+/* Waits until the others have read all that this replica has published. */
+bool polyxla_await_reads(Group *group);
 /* Says that this replica has read the buffers that `polyxla_await` returned. */
 void polyxla_release(Group *group);
 
