@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from polyxla import Replica
-from polyxla.plugin import map_tensors
+from polyxla.plugin import free_ports, map_tensors
 
 LAYOUTS = [
     pytest.param((1, 1), id="1-alone", marks=pytest.mark.long),
@@ -28,9 +27,7 @@ SHARE, STEPS = 6, 3
 @pytest.fixture(autouse=True)
 def _store_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a free port for the store of torch_xla's ``xla://``, instead of 12355."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
 
 
 @pytest.mark.torch_xla("torch.distributed's backend xla")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from nbclient import NotebookClient
 
 from polyxla import Replica, UsageError
+from polyxla.plugin import free_ports
 from polyxla_testing import RuntimeUnderTest
 
 SEEDS, PROGRAMS = Path(__file__).parent / "seeds", Path(__file__).parent / "programs"
@@ -31,9 +31,7 @@ def sums(output: str) -> list[tuple[str, ...]]:
 
 
 def torchrun(count: int, *command: str) -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     options = [f"--nproc-per-node={count}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *command]
 

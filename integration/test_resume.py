@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from polyxla.plugin import free_ports
+
 PROGRAM = Path(__file__).parent / "programs" / "train_in_own_directory.py"
 TIMEOUT_S = 300
 
 
 def _run(environ: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     options = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(PROGRAM), *arguments]
     return subprocess.run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from polyxla.plugin import free_ports
 from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
 from polyxla_bridge.env import BridgeSettings
@@ -25,13 +25,6 @@ os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 TIMEOUT_S = 200
 PROGRAMS = Path(__file__).with_name("programs")
 Processes = list[subprocess.CompletedProcess[str]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def environ_of(process: int, processes: int, replicas: int, port: int) -> dict[str, str]:
@@ -83,10 +76,10 @@ def on_plugin(cpu_plugin: Path) -> Callable[[int], dict[str, str]]:
     return on_plugin
 
 
-@pytest.fixture(name="free_port")
-def fixture_free_port() -> Callable[[], int]:
-    """Return the function that finds a free port, which tests cannot import."""
-    return free_port
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Return a function that finds a free port."""
+    return lambda: free_ports(1)[0]
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +114,7 @@ def run(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Processe
     ) -> Processes:
         is_file = program.endswith(".py")
         path = PROGRAMS / "torch_xla" / program
-        port = free_port()
+        (port,) = free_ports(1)
         outputs = [(tmp_path / f"out-{i}", tmp_path / f"err-{i}") for i in range(processes)]
         programs = []
         for process in range(processes):
@@ -175,7 +168,7 @@ def started() -> Callable[..., AbstractContextManager[list[subprocess.Popen[str]
     def started(
         program: str, *arguments: str, replicas: int, processes: int, **environ: str
     ) -> Iterator[list[subprocess.Popen[str]]]:
-        port = free_port()
+        (port,) = free_ports(1)
         with tempfile.TemporaryDirectory() as flags:
             running = [
                 subprocess.Popen(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import socket
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
+from polyxla.plugin import free_ports
 from polyxla_bridge.engine.compiler import COMPILER
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings, from_environ
@@ -28,9 +28,7 @@ TIMEOUT_S = 60
 
 
 def job_settings(directory: Path, replicas: int = 1, **values: Any) -> BridgeSettings:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     return BridgeSettings(replicas, coordinator=f"127.0.0.1:{port}", cache_path=str(directory), **values)
 
 

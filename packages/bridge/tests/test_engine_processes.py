@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from polyxla.plugin import free_ports
 from polyxla_bridge.engine import startup_barrier
 from polyxla_bridge.engine.coordination_service import CoordinationService
 from polyxla_bridge.engine.shared_memory import SharedMemory
@@ -24,13 +25,6 @@ PROGRAM = "engine_processes.py"
 SECRET = "of one job"
 Outcomes = Callable[..., list[tuple[int, list[str], str]]]
 Said = Callable[..., list[list[str]]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def is_served(coordinator: str) -> bool:
@@ -123,7 +117,7 @@ def errors_at_barrier(job: list[BridgeSettings], timeout_s: float) -> list[BaseE
 
 
 def test_the_barrier_opens_when_all_processes_have_connected() -> None:
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     assert (
         errors_at_barrier(
             [BridgeSettings(8, 4, process, coordinator, secret=SECRET) for process in range(4)], 20
@@ -133,7 +127,7 @@ def test_the_barrier_opens_when_all_processes_have_connected() -> None:
 
 
 def test_missing_processes_are_named_in_all_others() -> None:
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     found = errors_at_barrier(
         [BridgeSettings(8, 4, process, coordinator, secret=SECRET) for process in (0, 2)], 1
     )
@@ -142,7 +136,7 @@ def test_missing_processes_are_named_in_all_others() -> None:
 
 
 def test_a_missing_process_0_is_named() -> None:
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     started = time.monotonic()
     with pytest.raises(PjrtError, match=rf"nothing listened on {coordinator} within 1 s: replicas \[0\]"):
         enter(BridgeSettings(2, 2, 1, coordinator, secret=SECRET), 1)
@@ -150,7 +144,7 @@ def test_a_missing_process_0_is_named() -> None:
 
 
 def test_processes_of_jobs_of_different_size_are_refused() -> None:
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     found = errors_at_barrier(
         [
             BridgeSettings(4, 2, 0, coordinator, secret=SECRET),
@@ -175,7 +169,7 @@ HELLO = b'[1, {"replicas": 2, "processes": 2}, [], null]\n'
 
 
 def test_strangers_at_the_barrier_are_not_believed_and_not_waited_for() -> None:
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     settings = [BridgeSettings(2, 2, process, coordinator, secret=SECRET) for process in range(2)]
     found: list[list[BaseException | None]] = []
     first = threading.Thread(target=lambda: found.append(errors_at_barrier(settings[:1], 30)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
+from polyxla.plugin import free_ports
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
@@ -24,13 +24,6 @@ from polyxla_bridge.programs import compile_once
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 TIMEOUT_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +35,7 @@ def engine() -> Iterator[JaxEngine]:
 
 @pytest.fixture(params=[2, 4])
 def replicas(request: pytest.FixtureRequest) -> Iterator[JaxEngine]:
-    engine = JaxEngine(BridgeSettings(request.param, 1, 0, f"127.0.0.1:{free_port()}"))
+    engine = JaxEngine(BridgeSettings(request.param, 1, 0, f"127.0.0.1:{free_ports(1)[0]}"))
     yield engine
     engine.close()
 
@@ -133,7 +126,7 @@ ENTRY main {{ x = u8[2,3] parameter(0) y = u8[] parameter(1)
   two = (u8[2,3], u8[]) all-reduce(one, y), replica_groups={groups}, to_apply=both
   z = u8[] get-tuple-element(two), index=1
   ROOT t = (u8[2,3], u8[]) tuple(one, z) }}"""
-    engine = JaxEngine(BridgeSettings(2, 1, 0, f"127.0.0.1:{free_port()}"))
+    engine = JaxEngine(BridgeSettings(2, 1, 0, f"127.0.0.1:{free_ports(1)[0]}"))
     module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
     executable = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
     inputs = [np.full((2, 3), value, np.uint8) for value in (12, 11)]
@@ -183,7 +176,7 @@ def test_an_xla_flag_of_the_user_takes_precedence(engine: JaxEngine) -> None:
 
 @pytest.fixture
 def three() -> Iterator[JaxEngine]:
-    engine = JaxEngine(BridgeSettings(3, 1, 0, f"127.0.0.1:{free_port()}", secret="of one job"))
+    engine = JaxEngine(BridgeSettings(3, 1, 0, f"127.0.0.1:{free_ports(1)[0]}", secret="of one job"))
     yield engine
     engine.close()
 

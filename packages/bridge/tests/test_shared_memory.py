@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
@@ -19,6 +18,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
+from polyxla.plugin import free_ports
 from polyxla_bridge import native
 from polyxla_bridge.engine.jax_engine import JaxEngine, numpy_dtype
 from polyxla_bridge.engine.shared_memory import SharedMemory
@@ -51,9 +51,7 @@ def make_engine() -> Iterator[Callable[..., JaxEngine]]:
     engines: list[JaxEngine] = []
 
     def make_engine(**settings: Any) -> JaxEngine:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         engines.append(JaxEngine(BridgeSettings(REPLICAS, 1, 0, f"127.0.0.1:{port}", **settings)))
         return engines[-1]
 

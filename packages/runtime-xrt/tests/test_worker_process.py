@@ -29,7 +29,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla.plugin import snapshot
+from polyxla.plugin import free_ports, snapshot
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_xrt.client import engine as client_engine
@@ -55,13 +55,6 @@ Start = Callable[..., Any]
 def polyxla(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "polyxla", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def serves_a_job(worker: Any, client: Start) -> None:
@@ -121,7 +114,7 @@ def test_the_status_command_prints_text_or_json(worker: Any) -> None:
 
 
 def test_the_exit_code_of_a_status_command_without_a_worker_is_1() -> None:
-    done = polyxla("worker", "status", f"127.0.0.1:{free_port()}")
+    done = polyxla("worker", "status", f"127.0.0.1:{free_ports(1)[0]}")
     assert (done.returncode, done.stdout) == (1, "")
     assert "Connection refused" in done.stderr
 
@@ -545,7 +538,7 @@ def test_an_idle_worker_exits_after_its_timeout(start_worker: Start) -> None:
 
 
 def test_metrics_are_served_to_prometheus(start_worker: Start) -> None:
-    where = f"127.0.0.1:{free_port()}"
+    where = f"127.0.0.1:{free_ports(1)[0]}"
     worker = start_worker("--metrics-address", where)
 
     def metrics() -> dict[str, float]:
