@@ -145,17 +145,31 @@ def test_a_buffer_deleted_before_python_sees_it_is_skipped(call: Caller) -> None
 
 
 @pytest.mark.parametrize(
-    ("values", "code", "text"),
+    ("dims", "strides", "dtype", "expected"),
     [
-        ({"dims": [2, 3], "strides": [1, 2]}, Code.UNIMPLEMENTED, "dimension 1 has a stride of 2 bytes"),
-        ({"dims": [1], "dtype": "token"}, Code.INVALID_ARGUMENT, "arrays of type token (23)"),
+        ([3, 2], [1, 3], "uint8", b"adbecf"),
+        ([2, 2], [3, 2], "uint8", b"acdf"),
+        ([2, 1, 2], [2, 9, 1], "uint8", b"abcd"),
+        ([2, 2], [4, 2], "int16", b"abcdefgh"),
+        ([2, 2], [2, 4], "int16", b"abefcdgh"),
+        ([3], [0], "int16", b"ababab"),
     ],
 )
-def test_arrays_that_cannot_be_copied_are_refused(call: Caller, values: Any, code: int, text: str) -> None:
+def test_arrays_that_are_not_dense_are_copied_in_their_order(
+    call: Caller, dims: list[int], strides: list[int], dtype: str, expected: bytes
+) -> None:
+    made = call.put(b"abcdefgh", dims, dtype, strides)
+    wait_until(lambda: call.engine.received == [expected])
+    call("Event_Destroy", event=made.done_with_host_buffer)
+    call("Buffer_Destroy", buffer=made.buffer)
+    wait_until(lambda: len(call.engine.deleted) == 1)
+
+
+def test_an_array_of_an_unknown_type_is_refused(call: Caller) -> None:
     with pytest.raises(PjrtError) as error:
-        call.put(b"abcdef", **values)
-    assert error.value.code == code
-    assert text in error.value.message
+        call.put(b"abcdef", [1], "token")
+    assert error.value.code == Code.INVALID_ARGUMENT
+    assert "arrays of type token (23)" in error.value.message
 
 
 def test_strides_without_effect_are_ignored(call: Caller) -> None:
