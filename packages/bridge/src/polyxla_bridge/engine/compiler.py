@@ -146,7 +146,7 @@ class Compiler(CompileOnce):
         """Load what `serialize` returned, in any process of a job with as many devices."""
         unpacked = unpack(data, self._settings.replicas, COMPILER)
         program = JaxProgram(self._clients, unpacked.executable, {}, unpacked.native)
-        if hlo.shares_memory(unpacked.executable.optimized_hlo) and not self._clients.memory.is_shared:
+        if not self._clients.memory.is_shared and hlo.shares_memory(unpacked.executable.optimized_hlo):
             raise PjrtError(
                 Code.INVALID_ARGUMENT,
                 f"{unpacked.executable.name} was compiled for replicas that share memory, and these do not",

@@ -144,8 +144,7 @@ class JaxEngine(LocalEngine):
             if group not in self._met[index]:
                 coordinator.arrive(group, index)
         self._met[index].update(meets.groups)
-        every = frozenset(range(self._settings.replicas))
-        new = {group or every for group in on_sockets} - self._awaited[index]
+        new = on_sockets - self._awaited[index]
         # The replicas of a group may have different programs. Then another may be on its way to a later group
         # only after this one has met the first.
         for group in meets.groups:

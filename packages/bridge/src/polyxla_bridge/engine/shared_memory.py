@@ -46,11 +46,12 @@ class SharedMemory:
             and 1 < settings.replicas <= MOST_REPLICAS
             and not native.LOCKED.polyxla_is_joined()
         )
-        self._size = native.LOCKED.polyxla_shared_size(settings.replicas) if settings.process == 0 else 0
+        # The files of other processes only show that they are on this machine.
+        size = native.LOCKED.polyxla_shared_size(settings.replicas) if settings.process == 0 else 0
         self._file: SharedFile | None = None
         # A sandbox may forbid files in memory.
         with suppress(OSError):
-            self._file = SharedFile.make(_NAME, self._size) if is_possible else None
+            self._file = SharedFile.make(_NAME, size) if is_possible else None
 
     def offer(self) -> Address | None:
         """Return what the other processes need to know; None if this one cannot share."""

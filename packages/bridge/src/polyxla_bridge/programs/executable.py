@@ -86,7 +86,9 @@ class Executable:
         self.native["donated"] = hlo.donated(self.optimized_hlo)
         self.native["collectives"] = hlo.collectives(self.optimized_hlo)
         self.native["groups"] = self.groups()
-        self.native["groups_on_sockets"] = self._in_job(hlo.groups_on_sockets(self.optimized_hlo))
+        every = frozenset(self.devices or range(self.num_replicas * self.num_partitions))
+        on_sockets = self._in_job(hlo.groups_on_sockets(self.optimized_hlo))
+        self.native["groups_on_sockets"] = frozenset(group or every for group in on_sockets)
 
     def groups(self) -> frozenset[frozenset[int]]:
         """Return the groups of devices that meet in the program; see `polyxla_bridge.programs.hlo.groups`."""
