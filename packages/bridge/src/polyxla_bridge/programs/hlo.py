@@ -17,6 +17,7 @@ from polyxla_bridge.programs.hlo_pb2 import (
     HloModuleProto,
     HloModuleProtoWithConfig,
     OpMetadata,
+    ReplicaGroup,
     ShapeProto,
 )
 
@@ -261,6 +262,23 @@ def depends_on_replicas(hlo: bytes) -> bool:
     return bool(found & {*_COLLECTIVES, "replica-id", "partition-id", "send", "recv"})
 
 
+def listed_groups(instruction: HloInstructionProto) -> Sequence[ReplicaGroup]:
+    """Return the groups that a collective lists: none if all replicas meet, or if a formula has them."""
+    return instruction.collective_device_list.replica_groups or instruction.replica_groups
+
+
+def follows_formula(instruction: HloInstructionProto) -> bool:
+    """Return whether a formula has a collective's groups, in fields that hlo.proto does not declare."""
+    # Only their bytes are seen here.
+    return not listed_groups(instruction) and instruction.collective_device_list.ByteSize() > 0
+
+
+def root_opcodes(module: HloModuleProto) -> dict[int, str]:
+    """Return the opcode of each computation's root, by the id of the computation."""
+    opcodes = {instruction.id: instruction.opcode for instruction in _of(module)}
+    return {computation.id: opcodes.get(computation.root_id, "") for computation in module.computations}
+
+
 def groups(hlo: bytes) -> frozenset[frozenset[int]]:
     """Return the groups of replicas that meet in a program: each waits until all of its group have come.
 
@@ -274,7 +292,7 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
         if instruction.custom_call_target in _SHARED_KINDS:
             found.update(_shared_groups(instruction))
             continue
-        listed = instruction.collective_device_list.replica_groups or instruction.replica_groups
+        listed = listed_groups(instruction)
         found.update(frozenset(group.replica_ids) for group in listed)
         # jaxlib writes an empty list for all replicas. Groups that follow a formula are in other fields.
         if not listed and instruction.HasField("collective_device_list"):
@@ -295,7 +313,7 @@ def groups_on_sockets(hlo: bytes) -> frozenset[frozenset[int]]:
     found: set[frozenset[int]] = set()
     for instruction in instructions(hlo):
         if instruction.opcode.removesuffix("-start") in _COLLECTIVES:
-            listed = instruction.collective_device_list.replica_groups or instruction.replica_groups
+            listed = listed_groups(instruction)
             found.update(frozenset(group.replica_ids) for group in listed)
             if not listed:
                 found.add(frozenset())
@@ -321,21 +339,13 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
     replicas: no groups if all replicas meet. Collectives whose groups follow a formula are left out.
     """
     module = parse_module(hlo)
-    roots = {
-        computation.id: instruction.opcode
-        for computation in module.computations
-        for instruction in computation.instructions
-        if instruction.id == computation.root_id
-    }
+    roots = root_opcodes(module)
     shapes = {instruction.id: instruction.shape for instruction in _of(module)}
     found: list[Meet] = []
     for instruction in _of(module):
         if not is_collective(instruction):
             continue
-        device_list = instruction.collective_device_list
-        listed = device_list.replica_groups or instruction.replica_groups
-        # A formula is in fields that hlo.proto does not declare; only their bytes are seen here.
-        if not listed and device_list.ByteSize():
+        if follows_formula(instruction):
             continue
         reduction = [roots.get(number, "") for number in instruction.called_computation_ids[:1]]
         along = (
@@ -348,7 +358,9 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
             # The last operand is torch_xla's token, which orders its collectives.
             arrays.pop()
         words = [_kind(instruction), *(f"({name})" for name in reduction), f"of {', '.join(arrays)}", *along]
-        found.append((" ".join(words), tuple(tuple(group.replica_ids) for group in listed)))
+        found.append(
+            (" ".join(words), tuple(tuple(group.replica_ids) for group in listed_groups(instruction)))
+        )
     return tuple(found)
 
 

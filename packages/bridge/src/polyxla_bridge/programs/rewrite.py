@@ -88,9 +88,7 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
     if is_partitioned and _SHARDY in module and _has_freed_results(parsed):
         module = parsed.SerializeToString()
     every = [instruction for computation in parsed.computations for instruction in computation.instructions]
-    opcodes = {instruction.id: instruction.opcode for instruction in every}
     shapes = {instruction.id: instruction.shape for instruction in every}
-    roots = {computation.id: opcodes.get(computation.root_id, "") for computation in parsed.computations}
     orders = {
         number
         for instruction in every
@@ -100,7 +98,7 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
     comparisons = frozenset(
         computation.root_id for computation in parsed.computations if computation.id in orders
     )
-    rules = _Rules(replicas, is_partitioned, roots, shapes, comparisons)
+    rules = _Rules(replicas, is_partitioned, hlo.root_opcodes(parsed), shapes, comparisons)
     return rewritten(module, parsed, rules.rewrite_of)
 
 
@@ -205,11 +203,11 @@ class _Rules:
     def _bitwise(self, instruction: Instruction) -> str | None:
         """Return the operator of an all-reduce that the client refuses; None if it knows it."""
         combine = self.roots[instruction.called_computation_ids[0]]
-        is_known = combine in ("and", "or") and _shapes(instruction)[0].element_type == hlo.PRED
+        is_known = combine in ("and", "or") and result_shapes(instruction)[0].element_type == hlo.PRED
         return combine if combine in BITWISE and not is_known else None
 
     def _group_size(self, instruction: Instruction) -> int:
-        groups = instruction.collective_device_list.replica_groups or instruction.replica_groups
+        groups = hlo.listed_groups(instruction)
         return len(groups[0].replica_ids) if groups else self.replicas
 
 
@@ -398,14 +396,15 @@ def _gather_and_combine(combine: str, count: int, replacement: Replacement) -> N
         replacement.instructions[-1].id = original.id
 
 
-def _shapes(instruction: Instruction) -> list[Shape]:
+def result_shapes(instruction: Instruction) -> list[Shape]:
+    """Return the shape of each array that an instruction computes."""
     return list(instruction.shape.tuple_shapes) or [instruction.shape]
 
 
 def _groups(instruction: Instruction) -> list[list[int]]:
     """Return which operands of an all-reduce go together, by position; a large operand stays alone."""
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for position, shape in enumerate(_shapes(instruction)):
+    for position, shape in enumerate(result_shapes(instruction)):
         is_small = hlo.size_bytes(shape) <= PACKED_BYTES
         groups[shape.element_type, -1 if is_small else position].append(position)
     return list(groups.values())
@@ -417,7 +416,7 @@ def _joined(replacement: Replacement, group: Sequence[int], *, is_row: bool = Fa
     A single operand needs no instruction, unless `is_row` asks for a row.
     """
     original = replacement.original
-    operands = [(original.operand_ids[position], _shapes(original)[position]) for position in group]
+    operands = [(original.operand_ids[position], result_shapes(original)[position]) for position in group]
     if len(operands) == 1 and not is_row:
         return operands[0]
     flat = [replacement.add("reshape", _row([shape]), [id_]) for id_, shape in operands]
@@ -434,7 +433,7 @@ def _split(replacement: Replacement, row: int, group: Sequence[int], *, is_row: 
     results = []
     start = 0
     for position in group:
-        shape = _shapes(replacement.original)[position]
+        shape = result_shapes(replacement.original)[position]
         flat = _row([shape])
         limit = start + flat.dimensions[0]
         part = replacement.add_slice(flat, row, (start, limit))

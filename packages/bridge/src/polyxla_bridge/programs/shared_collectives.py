@@ -40,10 +40,7 @@ def rewritten(module: bytes, replicas: int, devices: Sequence[int]) -> bytes:
         The rewritten program; `module` itself if nothing was replaced.
     """
     parsed = hlo.parse_module(module)
-    opcodes = {
-        step.id: step.opcode for computation in parsed.computations for step in computation.instructions
-    }
-    roots = {computation.id: opcodes.get(computation.root_id, "") for computation in parsed.computations}
+    roots = hlo.root_opcodes(parsed)
     calls = {
         instruction.id: call
         for instruction in hlo.entry_of(parsed).instructions
@@ -95,7 +92,7 @@ class _Call:
         results: dict[int, int] = {}
         for part in self.parts:
             operands = [original.operand_ids[position] for position in part]
-            shapes = [_shapes(original)[position] for position in part]
+            shapes = [rewrite.result_shapes(original)[position] for position in part]
             laid_out = [_laid_out(shape) for shape in (*shapes, number)]
             together = Shape(element_type=hlo.TUPLE, tuple_shapes=laid_out)
             call = replacement.add("custom-call", together, [*operands, chain.replica, chain.ticket])
@@ -134,12 +131,9 @@ def _call(
 ) -> _Call | None:
     """Return how a collective is called; None if the C library does not have it."""
     target = hlo.SHARED_TARGETS.get(instruction.opcode)
-    device_list = instruction.collective_device_list
-    listed = device_list.replica_groups or instruction.replica_groups
-    # Groups that follow a formula are in fields that hlo.proto does not declare.
-    if target is None or (not listed and device_list.ByteSize()):
+    if target is None or hlo.follows_formula(instruction):
         return None
-    groups = [list(group.replica_ids) for group in listed] or [list(range(replicas))]
+    groups = [list(group.replica_ids) for group in hlo.listed_groups(instruction)] or [list(range(replicas))]
     if instruction.opcode == "collective-permute":
         groups = [[pair.source, pair.target] for pair in instruction.source_target_pairs] or [[0, 0]]
         # In more operands, it writes into parts of arrays.
@@ -160,7 +154,7 @@ def _call(
     # An all-to-all without a dimension has an operand for each member of the group.
     attributes["dimension"] = f"{instruction.dimensions[0] if instruction.dimensions else -1} : i64"
     parts: dict[str, list[int]] = defaultdict(list)
-    for position, shape in enumerate(_shapes(instruction)):
+    for position, shape in enumerate(rewrite.result_shapes(instruction)):
         dtype, _ = hlo.array_type(shape)
         # The others have one operand, or one for each of several results.
         parts[dtype if instruction.opcode in _TOGETHER else str(position)].append(position)
@@ -182,10 +176,6 @@ def _reduction(name: str, dtype: str) -> int | None:
     if not name:
         return 0 if known or dtype in _COPIED else None
     return _REDUCTIONS.index(name) if name in known else None
-
-
-def _shapes(instruction: Instruction) -> list[Shape]:
-    return list(instruction.shape.tuple_shapes) or [instruction.shape]
 
 
 def _laid_out(shape: Shape) -> Shape:
