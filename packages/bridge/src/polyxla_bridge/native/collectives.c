@@ -149,6 +149,13 @@ static bool all_gather(Group *group, const FfiCall *call, Arrays in, Arrays out,
   return true;
 }
 
+/* Finds the next one whose row belongs to this replica: the members' rows alternate. */
+static bool next_own_span(Span *span, size_t row, size_t end, const Group *group) {
+  while (next_span(span, row, end))
+    if (span->start / row % group->count == (size_t)group->own) return true;
+  return false;
+}
+
 static bool reduce_scatter(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   Reduction how = number(call, "reduction");
   int type = in.arrays[0]->type;
@@ -157,12 +164,10 @@ static bool reduce_scatter(Group *group, const FfiCall *call, Arrays in, Arrays 
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
     if (!exchange(group, &in, offset, size, pieces)) return false;
-    for (Span span = {.start = offset}; next_span(&span, row, offset + size);) {
-      size_t number_of_row = span.start / row;
-      if (number_of_row % group->count != (size_t)group->own) continue;
+    for (Span span = {.start = offset}; next_own_span(&span, row, offset + size, group);) {
       const char *rows[MOST_MEMBERS];
       for (int i = 0; i < group->count; i++) rows[i] = pieces[i] + (span.start - offset);
-      char *result = (char *)out.arrays[0]->data + number_of_row / group->count * row + span.start % row;
+      char *result = (char *)out.arrays[0]->data + span.start / row / group->count * row + span.start % row;
       polyxla_reduce(result, rows, group->count, span.size, type, how);
     }
     polyxla_release(group);
@@ -179,11 +184,9 @@ static bool all_to_all(Group *group, const FfiCall *call, Arrays in, Arrays out,
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
     if (!exchange(group, &in, offset, size, pieces)) return false;
-    for (Span span = {.start = offset}; next_span(&span, row, offset + size);) {
-      size_t number_of_row = span.start / row;
-      if (number_of_row % group->count != (size_t)group->own) continue;
+    for (Span span = {.start = offset}; next_own_span(&span, row, offset + size, group);) {
       for (int i = 0; i < group->count; i++) {
-        size_t place = (number_of_row / group->count * group->count + i) * row + span.start % row;
+        size_t place = (span.start / row / group->count * group->count + i) * row + span.start % row;
         copy(&out, place, (char *)pieces[i] + (span.start - offset), span.size, false);
       }
     }

@@ -7,7 +7,7 @@
 
 #include "ffi.h"
 
-typedef enum { SUM, PRODUCT, MINIMUM, MAXIMUM, AND, OR, XOR, REDUCTIONS } Reduction;
+typedef enum { SUM, PRODUCT, MINIMUM, MAXIMUM, AND, OR, XOR } Reduction;
 
 /* Returns the bytes of a number; 0 of a type that is not known. */
 size_t polyxla_width(int type);

@@ -98,9 +98,7 @@ static unsigned long long start_of(int process) {
   char state = 0;
   unsigned long long started = 0;
   const char *rest = strrchr(text, ')');
-  const char *start_field = "%*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu";
-  char format[160];
-  snprintf(format, sizeof format, ") %%c %s", start_field);
+  const char *format = ") %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu";
   if (rest == NULL || sscanf(rest, format, &state, &started) != 2) return 0;
   return state == 'Z' || state == 'X' ? 0 : started;
 }
