@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import c_int64
 
-import jax
-from jaxlib import _jax, xla_client
-
 from polyxla_bridge import native
 from polyxla_bridge.abi import Code
+from polyxla_bridge.engine import custom_calls
 from polyxla_bridge.env import POLYXLA_SHARED_MEMORY, BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
@@ -20,9 +17,6 @@ from polyxla_bridge.shared_file import Address, SharedFile
 MOST_REPLICAS = 512
 """Most replicas that share memory: the cells of every two of them have a few MiB."""
 _NAME = "polyxla-collectives"
-_TYPED, _DEFAULT = 1, xla_client.CustomCallTargetTraits.DEFAULT
-"""The typed interface, and calls without special traits.
-Source: ``register_custom_call_target`` in jaxlib's xla_client.py, as is the platform's name below."""
 
 
 class SharedMemory:
@@ -92,7 +86,8 @@ class SharedMemory:
                 f"process {self._settings.process} cannot open /proc/{address[0]}/fd/{address[1]}, the "
                 f"memory that the replicas of this job share; set {POLYXLA_SHARED_MEMORY}=off everywhere",
             )
-        _register()
+        for target in hlo.SHARED_TARGETS.values():
+            custom_calls.register(target)
 
     def forget(self) -> None:
         """Close this process's own file, once all have joined."""
@@ -106,12 +101,3 @@ class SharedMemory:
         if self.is_shared:
             native.UNLOCKED.polyxla_leave()
             self.is_shared = False
-
-
-@functools.cache
-def _register() -> None:
-    """Let programs of jaxlib's CPU clients call the collectives."""
-    for target in hlo.SHARED_TARGETS.values():
-        function = jax.ffi.pycapsule(getattr(native.UNLOCKED, target))  # type: ignore[no-untyped-call]
-        # `jax.ffi.register_ffi_target` would wait until jax opens a client of its own.
-        _jax.register_custom_call_target(target, function, "Host", _TYPED, _DEFAULT)

@@ -20,26 +20,9 @@ static size_t bytes_of(const FfiBuffer *buffer) {
   return size;
 }
 
-static void *create_error(const FfiCall *call, int code, const char *text) {
-  FfiErrorArgs args = {.size = sizeof args, .message = text, .code = code};
-  return call->api->create_error(&args);
-}
-
-static const void *find(const FfiAttributes *attributes, const char *name) {
-  for (int64_t i = 0; i < attributes->count; i++)
-    if (attributes->names[i]->length == strlen(name) &&
-        memcmp(attributes->names[i]->text, name, strlen(name)) == 0)
-      return attributes->values[i];
-  return NULL;
-}
-
-static int64_t number(const FfiCall *call, const char *name) {
-  return *(const int64_t *)((const FfiScalar *)find(&call->attributes, name))->value;
-}
-
 /* Returns the number in the job of one of the program's replicas. */
 static int64_t in_job(const FfiCall *call, int64_t replica) {
-  const FfiArray *devices = find(&call->attributes, "devices");
+  const FfiArray *devices = polyxla_ffi_attribute(call, "devices");
   return devices->count > 0 ? ((const int64_t *)devices->data)[replica] : replica;
 }
 
@@ -83,7 +66,7 @@ static size_t part(size_t size, int count, int member, size_t width) {
 }
 
 static bool all_reduce(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
-  Reduction how = number(call, "reduction");
+  Reduction how = polyxla_ffi_number(call, "reduction");
   int type = in.arrays[0]->type;
   size_t total = 0, step = polyxla_buffer_size(group->job), width = polyxla_width(type);
   for (int64_t i = 0; i < in.count; i++) total += bytes_of(in.arrays[i]);
@@ -135,7 +118,7 @@ static bool next_span(Span *span, size_t row, size_t end) {
 static bool all_gather(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   size_t total = bytes_of(in.arrays[0]), step = polyxla_buffer_size(group->job);
   /* Each member's rows alternate with those of the others. */
-  size_t row = behind(in.arrays[0], number(call, "dimension"));
+  size_t row = behind(in.arrays[0], polyxla_ffi_number(call, "dimension"));
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
     if (!exchange(group, &in, offset, size, pieces)) return false;
@@ -157,10 +140,10 @@ static bool next_own_span(Span *span, size_t row, size_t end, const Group *group
 }
 
 static bool reduce_scatter(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
-  Reduction how = number(call, "reduction");
+  Reduction how = polyxla_ffi_number(call, "reduction");
   int type = in.arrays[0]->type;
   size_t total = bytes_of(in.arrays[0]), step = polyxla_buffer_size(group->job);
-  size_t row = behind(out.arrays[0], number(call, "dimension"));
+  size_t row = behind(out.arrays[0], polyxla_ffi_number(call, "dimension"));
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
     if (!exchange(group, &in, offset, size, pieces)) return false;
@@ -179,7 +162,7 @@ static bool all_to_all(Group *group, const FfiCall *call, Arrays in, Arrays out,
   size_t total = 0, step = polyxla_buffer_size(group->job);
   for (int64_t i = 0; i < in.count; i++) total += bytes_of(in.arrays[i]);
   /* The operands are the members' parts, or one operand has them in one dimension. */
-  int64_t dimension = number(call, "dimension");
+  int64_t dimension = polyxla_ffi_number(call, "dimension");
   size_t row = dimension < 0 ? bytes_of(in.arrays[0]) : behind(in.arrays[0], dimension) / group->count;
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
@@ -237,7 +220,7 @@ static bool broadcast(Group *group, const FfiCall *call, Arrays in, Arrays out, 
 /* Its group has two members each: a source and the target. A replica may be in two of them, or in none. */
 static bool permute(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   (void)pieces;
-  const FfiArray *pairs = find(&call->attributes, "groups");
+  const FfiArray *pairs = polyxla_ffi_attribute(call, "groups");
   const int64_t *numbers = pairs->data;
   int64_t own = group->members[group->own], target, source;
   bool has_target = false, has_source = false;
@@ -260,18 +243,12 @@ typedef bool Collective(Group *group, const FfiCall *call, Arrays in, Arrays out
  * program and the ticket of the collective before, the last result is the ticket: collectives that do not depend on
  * each other must run in the same order on all replicas. */
 static void *run(FfiCall *call, Collective *collective, const char *what) {
-  if (call->extensions != NULL && call->extensions->type == FFI_METADATA) {
-    FfiMetadata *metadata = ((FfiMetadataExtension *)call->extensions)->metadata;
-    metadata->version.major = FFI_MAJOR;
-    metadata->version.minor = FFI_MINOR;
-    return NULL;
-  }
-  if (call->stage != FFI_EXECUTE) return NULL;
+  if (polyxla_ffi_prepares(call)) return NULL;
   int64_t operands = call->arguments.count - 2;
   int64_t replica = *(const uint32_t *)call->arguments.buffers[operands]->data;
-  const FfiArray *groups = find(&call->attributes, "groups");
+  const FfiArray *groups = polyxla_ffi_attribute(call, "groups");
   const int64_t *numbers = groups->data;
-  int64_t count = number(call, "group_size"), members[MOST_MEMBERS] = {in_job(call, replica)};
+  int64_t count = polyxla_ffi_number(call, "group_size"), members[MOST_MEMBERS] = {in_job(call, replica)};
   /* A group without members, if none names this replica. */
   Group group = {.members = members, .what = what};
   for (size_t i = 0; i < groups->count; i++)
@@ -283,15 +260,15 @@ static void *run(FfiCall *call, Collective *collective, const char *what) {
     }
   group.job = polyxla_begin_use();
   if (group.job == NULL)
-    return create_error(call, FFI_FAILED_PRECONDITION, "the replicas of this job share no memory");
+    return polyxla_ffi_error(call, FFI_FAILED_PRECONDITION, "the replicas of this job share no memory");
   const char *pieces[MOST_MEMBERS];
   Arrays in = {call->arguments.buffers, operands}, out = {call->results.buffers, operands};
   bool is_done = polyxla_is_local(group.job, members[group.own]) && collective(&group, call, in, out, pieces);
   *(uint32_t *)call->results.buffers[operands]->data = 0;
   polyxla_end_use(group.job);
   if (is_done) return NULL;
-  if (group.code == 0) return create_error(call, FFI_FAILED_PRECONDITION, "this process does not run the replica");
-  return create_error(call, group.code, group.error);
+  if (group.code == 0) return polyxla_ffi_error(call, FFI_FAILED_PRECONDITION, "this process does not run the replica");
+  return polyxla_ffi_error(call, group.code, group.error);
 }
 
 void *polyxla_all_reduce(FfiCall *call) { return run(call, all_reduce, "an all-reduce"); }

@@ -5,6 +5,7 @@
 #ifndef POLYXLA_FFI_H
 #define POLYXLA_FFI_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -28,7 +29,13 @@ typedef enum {
   FFI_C128 = 18,
 } FfiType;
 
-typedef enum { FFI_CANCELLED = 1, FFI_FAILED_PRECONDITION = 9, FFI_UNAVAILABLE = 14 } FfiCode;
+typedef enum {
+  FFI_CANCELLED = 1,
+  FFI_RESOURCE_EXHAUSTED = 8,
+  FFI_FAILED_PRECONDITION = 9,
+  FFI_INTERNAL = 13,
+  FFI_UNAVAILABLE = 14,
+} FfiCode;
 
 typedef struct FfiExtension {
   size_t size;
@@ -63,9 +70,36 @@ typedef struct {
 typedef struct {
   size_t size;
   FfiExtension *extensions;
+  void *error;
+} FfiDestroyArgs;
+
+typedef struct {
+  size_t size;
+  FfiExtension *extensions;
+  void *context;
+  void (*task)(void *data);
+  void *data;
+} FfiScheduleArgs;
+
+typedef struct {
+  size_t size;
+  FfiExtension *extensions;
+  void *context;
+  int64_t *count;
+} FfiThreadsArgs;
+
+typedef struct {
+  size_t size;
+  FfiExtension *extensions;
   FfiVersion version;
   const void *internal;
   void *(*create_error)(FfiErrorArgs *args);
+  void *get_message;
+  void (*destroy_error)(FfiDestroyArgs *args);
+  void *others[8];
+  /* Both return an error if there are no threads. */
+  void *(*schedule)(FfiScheduleArgs *args);
+  void *(*count_threads)(FfiThreadsArgs *args);
 } FfiApi;
 
 typedef struct {
@@ -120,5 +154,16 @@ typedef struct {
   FfiBuffers arguments, results;
   FfiAttributes attributes;
 } FfiCall;
+
+/* Returns whether XLA wants the handler's version, which this gives it, or prepares a call. There is nothing to do then. */
+bool polyxla_ffi_prepares(const FfiCall *call);
+
+/* Returns an error for XLA, with a copy of the text. */
+void *polyxla_ffi_error(const FfiCall *call, int code, const char *text);
+
+/* Returns the value of an attribute: an FfiScalar or an FfiArray. */
+const void *polyxla_ffi_attribute(const FfiCall *call, const char *name);
+
+int64_t polyxla_ffi_number(const FfiCall *call, const char *name);
 
 #endif
