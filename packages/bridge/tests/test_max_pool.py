@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import torch
 from jaxlib import _jax, xla_client
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
+from polyxla_bridge.engine import custom_calls
 from polyxla_bridge.engine.expansions import inlining, max_pool
 
 DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
@@ -28,6 +30,11 @@ def program(dtype: str, dims: list[int], pooled: list[int], window: str, select:
     return data
 
 
+def replaced(data: bytes, *, calls_library: bool) -> bytes:
+    custom_calls.register(max_pool.TARGET)
+    return inlining.replace(data, partial(max_pool.choose, calls_library=calls_library))
+
+
 def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     (device,) = jax.devices("cpu")[:1]
     module, devices = _jax.mlir.hlo_to_stablehlo(data), _jax.DeviceList((device,))
@@ -36,6 +43,7 @@ def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> np.ndarray[A
     return np.asarray(results.disassemble_into_single_device_arrays()[0][0])
 
 
+@pytest.mark.parametrize("calls_library", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("select", ["GE", "GT"])
 @pytest.mark.parametrize(
@@ -47,16 +55,24 @@ def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> np.ndarray[A
         ([2, 2, 7, 7], [2, 2, 7, 7], "size=1x1x3x3 pad=0_0x0_0x1_1x1_1"),
         ([1, 2, 12, 6], [1, 2, 4, 2], "size=1x1x2x2 stride=1x1x3x3"),
         ([1, 2, 11, 5], [1, 2, 4, 2], "size=1x1x2x2 stride=1x1x3x3"),
+        # Features last, one dimension, three, and rows of more windows than the library takes together.
+        ([2, 8, 6, 3], [2, 4, 3, 3], "size=1x2x2x1 stride=1x2x2x1"),
+        ([2, 3, 9], [2, 3, 5], "size=1x1x3 stride=1x1x2 pad=0_0x0_0x1_1"),
+        ([9], [4], "size=3 stride=2"),
+        ([1, 2, 4, 5, 6], [1, 2, 2, 2, 3], "size=1x1x2x2x2 stride=1x1x2x2x2"),
+        ([3, 2, 150], [3, 2, 149], "size=1x1x2"),
+        ([40, 20, 12, 12], [40, 20, 6, 6], "size=1x1x2x2 stride=1x1x2x2"),
     ],
 )
 def test_the_expansion_computes_what_the_instruction_does(
-    dtype: str, select: str, dims: list[int], pooled: list[int], window: str
+    dtype: str, select: str, dims: list[int], pooled: list[int], window: str, *, calls_library: bool
 ) -> None:
     data = program(dtype, dims, pooled, window, select, "add")
     with jax.enable_x64(True):
-        expanded = inlining.replace(data, max_pool.choose)
+        expanded = replaced(data, calls_library=calls_library)
     text = HloModule.from_serialized_hlo_module_proto(expanded).to_string()
     assert "select-and-scatter(" not in text
+    assert (max_pool.TARGET in text) is calls_library
     numbers = np.random.default_rng(0)
     # Small integers: many windows have several maxima, and sums are exact in any order.
     arguments = [numbers.integers(-2, 3, shape).astype(DTYPES[dtype]) for shape in (dims, pooled)]
@@ -67,14 +83,15 @@ def test_the_expansion_computes_what_the_instruction_does(
 @pytest.mark.parametrize(("select", "scatter"), [("LE", "add"), ("GE", "multiply")])
 def test_other_forms_stay_as_they_are(select: str, scatter: str) -> None:
     data = program("f32", [1, 1, 4, 4], [1, 1, 2, 2], "size=1x1x2x2 stride=1x1x2x2", select, scatter)
-    assert inlining.replace(data, max_pool.choose) is data
+    assert replaced(data, calls_library=True) is data
 
 
+@pytest.mark.parametrize("calls_library", [True, False])
 @pytest.mark.parametrize("select", ["GE", "GT"])
-def test_the_gradient_goes_to_the_last_nan_of_a_window(select: str) -> None:
+def test_the_gradient_goes_to_the_last_nan_of_a_window(select: str, *, calls_library: bool) -> None:
     data = program("f32", [1, 1, 2, 6], [1, 1, 1, 3], "size=1x1x2x2 stride=1x1x2x2", select, "add")
     with jax.enable_x64(True):
-        expanded = inlining.replace(data, max_pool.choose)
+        expanded = replaced(data, calls_library=calls_library)
     numbers = np.array([[1, np.nan, 3, 4, 5, 7], [np.nan, 2, 3, np.inf, 5, 7]], np.float32).reshape(
         1, 1, 2, 6
     )
@@ -85,3 +102,25 @@ def test_the_gradient_goes_to_the_last_nan_of_a_window(select: str) -> None:
         found = computed(expanded, [numbers, weights.numpy()])
     # The last window has two equal maxima.
     np.testing.assert_array_equal(found[..., :4], expected.numpy()[..., :4])
+
+
+def test_a_window_without_elements_gives_its_gradient_to_none() -> None:
+    window = "size=1x1x2x2 stride=1x1x2x2 pad=0_0x0_0x2_2x0_0"
+    data = program("f32", [1, 1, 4, 4], [1, 1, 4, 2], window, "GE", "add")
+    arguments = [np.ones(dims, np.float32) for dims in ([1, 1, 4, 4], [1, 1, 4, 2])]
+    found = computed(replaced(data, calls_library=True), arguments)
+    np.testing.assert_array_equal(found.sum(), 4)
+
+
+@pytest.mark.parametrize(
+    ("dims", "pooled", "window"),
+    [
+        ([2, 6, 4, 4, 4], [2, 3, 2, 2, 2], "size=1x2x2x2x2 stride=1x2x2x2x2"),
+        ([2, 6, 4], [1, 3, 2], "size=2x2x2 stride=2x2x2"),
+    ],
+)
+def test_the_library_pools_the_last_three_dimensions(dims: list[int], pooled: list[int], window: str) -> None:
+    data = program("f32", dims, pooled, window, "GE", "add")
+    with jax.enable_x64(True):
+        text = HloModule.from_serialized_hlo_module_proto(replaced(data, calls_library=True)).to_string()
+    assert (max_pool.TARGET in text) is (len(dims) == 3)

@@ -1,29 +1,47 @@
 """The gradient of max-pooling. Importing this module imports jax.
 
-XLA:CPU runs select-and-scatter on a single thread, window by window. Here a reduce-window finds the
-position that each window chose, and each element then adds up the windows that chose it.
+XLA:CPU runs select-and-scatter on a single thread. The C library takes its place; where a program cannot call
+the library, a reduce-window finds the position that each window chose, and each element then adds up the
+windows that chose it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
+import numpy as np
+from jax import lax, numpy
 
 from polyxla_bridge.engine.expansions import inlining
+from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+
+TARGET = "polyxla_max_pool_gradient"
+"""The C library's function."""
+_POOLED = 3
+"""Dimensions, the last of an array, that the function pools."""
+_IN_LIBRARY = frozenset(("float32", "bfloat16", "float16"))
 
 _EARLIER: dict[str, Callable[..., Any]] = {"GE": lax.lt, "GT": lax.gt}
 """For each comparison that keeps a maximum, the test that chooses the first or the last of equal elements."""
 
 
-def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
-    """Return the function that computes a max-pooling's gradient; None for any other instruction."""
+def choose(
+    instruction: Instruction, computations: Mapping[int, Computation], *, calls_library: bool
+) -> inlining.Function | None:
+    """Return the function that computes a max-pooling's gradient; None for any other instruction.
+
+    Args:
+        instruction: any instruction.
+        computations: those of its program.
+        calls_library: whether the program may call the C library.
+    """
     if instruction.opcode != "select-and-scatter":
         return None
     windows = instruction.window.dimensions
@@ -33,13 +51,20 @@ def choose(instruction: Instruction, computations: Mapping[int, Computation]) ->
     is_cropped = any(window.padding_low < 0 or window.padding_high < 0 for window in windows)
     if select not in _EARLIER or scatter != "add" or is_dilated or is_cropped:
         return None
-    return partial(
-        _gradient,
-        size=[window.size for window in windows],
-        strides=[window.stride for window in windows],
-        low=[window.padding_low for window in windows],
-        is_chosen=_EARLIER[select],
-    )
+    numbers: dict[str, Any] = {
+        "size": [window.size for window in windows],
+        "strides": [window.stride for window in windows],
+        "low": [window.padding_low for window in windows],
+    }
+    is_pooled = [
+        (window.size, window.stride, window.padding_low, window.padding_high) != (1, 1, 0, 0)
+        for window in windows
+    ]
+    dtype, dims = hlo.array_type(instruction.shape)
+    fits = dtype in _IN_LIBRARY and not any(is_pooled[:-_POOLED]) and math.prod(dims[-_POOLED:]) < 1 << 31
+    if calls_library and fits:
+        return partial(_in_library, is_last=select == "GT", **numbers)
+    return partial(_gradient, is_chosen=_EARLIER[select], **numbers)
 
 
 def _root(computation: Computation) -> str:
@@ -55,6 +80,40 @@ def _root(computation: Computation) -> str:
     if [numbers.get(id_) for id_ in root.operand_ids] != [0, 1]:
         return ""
     return root.comparison_direction if root.opcode == "compare" else root.opcode
+
+
+def _in_library(
+    operand: jax.Array,
+    source: jax.Array,
+    initial: jax.Array,
+    *,
+    size: list[int],
+    strides: list[int],
+    low: list[int],
+    is_last: bool,
+) -> jax.Array:
+    """Return the gradient of the pooled array; numbers of other dtypes are added in float32."""
+
+    def planes(array: jax.Array) -> jax.Array:
+        pooled = [*[1] * _POOLED, *array.shape][-_POOLED:]
+        return lax.reshape(array.astype(numpy.float32), [math.prod(array.shape[:-_POOLED]), *pooled])
+
+    def numbers(of_all: list[int], missing: int) -> np.ndarray[Any, Any]:
+        return np.array([*[missing] * _POOLED, *of_all][-_POOLED:], np.int64)
+
+    array = planes(operand)
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(array.shape, array.dtype))  # type: ignore[no-untyped-call]
+    gradient = call(
+        array,
+        planes(source),
+        initial.astype(numpy.float32),
+        window=numbers(size, 1),
+        stride=numbers(strides, 1),
+        low=numbers(low, 0),
+        is_last=np.int64(is_last),
+    )
+    whole: jax.Array = lax.reshape(gradient, operand.shape).astype(operand.dtype)
+    return whole
 
 
 def _gradient(

@@ -1,0 +1,13 @@
+#ifndef POLYXLA_PARALLEL_H
+#define POLYXLA_PARALLEL_H
+
+#include "ffi.h"
+
+/* Returns how many threads XLA has for a program. */
+int64_t polyxla_threads(const FfiCall *call);
+
+/* Computes the pieces 0 to count - 1 of a call, with the help of XLA's threads, and returns when all are computed.
+ * Returns false, before any is, if there is no memory. */
+bool polyxla_in_parallel(const FfiCall *call, int64_t count, void (*compute)(void *data, int64_t piece), void *data);
+
+#endif
