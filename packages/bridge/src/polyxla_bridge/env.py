@@ -103,6 +103,18 @@ POLYXLA_SHARED_MEMORY = "POLYXLA_SHARED_MEMORY"
 Default: ``on`` (also ``1``).
 """
 
+_MALLOC_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+"""Variables by which a user decides what freed memory glibc keeps, in place of the bridge.
+Default: not set; the bridge lets it keep arrays of up to 64 MiB.
+Source: mallopt(3) and ld.so(8).
+"""
+
+POLYXLA_CONVOLUTIONS = "POLYXLA_CONVOLUTIONS"
+"""Whose convolutions CPU replicas and emulated chips compute with: ``torch``, where its library has faster
+ones than XLA, or ``xla``.
+Default: ``torch``.
+"""
+
 POLYXLA_COMPILE_CACHE = "POLYXLA_COMPILE_CACHE"
 """Directory that caches compiled programs for later jobs, or ``off`` (also ``0`` or empty).
 Default: ``on`` (also ``1``), which is ``polyxla/programs`` in the user's cache directory.
@@ -210,7 +222,7 @@ class BridgeSettings:
     products of float32 have a TPU's precision. `plugin` is the library of a
     PJRT plugin, or ``libtpu``; if it is empty, jaxlib computes. `plugin_options` are its client's options.
     The processes of a job have the same `secret`. If it `shares_memory`, replicas of one machine pass arrays
-    to each other without sockets.
+    to each other without sockets. With `has_torch_convolutions`, programs call those of torch's library.
     """
 
     replicas: int = 1
@@ -222,6 +234,7 @@ class BridgeSettings:
     kind: str = "polyxla CPU"
     stall_timeout_s: float = 300.0
     shares_memory: bool = True
+    has_torch_convolutions: bool = True
     xla_flags: str = ""
     nproc: str = ""
     cache_path: str = ""
@@ -272,6 +285,7 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         host=environ.get(POLYXLA_BRIDGE_HOST, BridgeSettings.host),
         stall_timeout_s=stall_timeout_s(environ),
         shares_memory=shares_memory(environ),
+        has_torch_convolutions=has_torch_convolutions(environ),
         xla_flags=environ.get(XLA_FLAGS, ""),
         nproc=environ.get(NPROC, ""),
         cache_path=cache_path,
@@ -372,6 +386,23 @@ def shares_memory(environ: Mapping[str, str]) -> bool:
     if text.lower() not in (*_OFF, *_ON):
         raise ValueError(f"{POLYXLA_SHARED_MEMORY}={text!r} is neither 'on' nor 'off'; write one of them")
     return text.lower() in _ON
+
+
+def chooses_kept_memory(environ: Mapping[str, str]) -> bool:
+    """Return whether the user decides what freed memory glibc keeps."""
+    return not environ.keys().isdisjoint(_MALLOC_SETTINGS)
+
+
+def has_torch_convolutions(environ: Mapping[str, str]) -> bool:
+    """Read `POLYXLA_CONVOLUTIONS`.
+
+    Raises:
+        ValueError: it is neither torch nor xla.
+    """
+    text = environ.get(POLYXLA_CONVOLUTIONS, "torch")
+    if text not in ("torch", "xla"):
+        raise ValueError(f"{POLYXLA_CONVOLUTIONS}={text!r} is neither 'torch' nor 'xla'; write one of them")
+    return text == "torch"
 
 
 def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:

@@ -10,11 +10,11 @@ import numpy as np
 from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import numbering
+from polyxla_bridge.engine import custom_calls, numbering
 from polyxla_bridge.engine.clients import Clients, JaxProgram
-from polyxla_bridge.engine.expansions import cpu
+from polyxla_bridge.engine.expansions import convolution, cpu, max_pool
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
-from polyxla_bridge.env import POLYXLA_SHARED_MEMORY, BridgeSettings
+from polyxla_bridge.env import POLYXLA_CONVOLUTIONS, POLYXLA_SHARED_MEMORY, BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import arguments, cache, hlo, kernels, rewrite, shared_collectives
 from polyxla_bridge.programs.compile_once import CompileCoordinator, CompileOnce
@@ -44,11 +44,16 @@ class Compiler(CompileOnce):
         coordinator: CompileCoordinator | None,
         on_lookup: Callable[[bool], None] | None,
     ) -> None:
-        options = {**COMPILER_OPTIONS, POLYXLA_SHARED_MEMORY: clients.memory.is_shared}
+        options = {
+            **COMPILER_OPTIONS,
+            POLYXLA_SHARED_MEMORY: clients.memory.is_shared,
+            POLYXLA_CONVOLUTIONS: convolution.LIBRARY if settings.has_torch_convolutions else "",
+        }
         kept = cache.for_job(settings, options, on_lookup)
         super().__init__(kept, coordinator if settings.processes > 1 else None)
         self._settings = settings
         self._clients = clients
+        custom_calls.register(max_pool.TARGET)
 
     def is_serializable(self, executable: Executable) -> bool:
         """Return whether jaxlib can serialise a program."""
@@ -64,7 +69,12 @@ class Compiler(CompileOnce):
         self._complete(compile_options, devices)
         partitions = compile_options.num_partitions
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
-        code = cpu.expanded(code, is_partitioned=partitions > 1)
+        code = cpu.expanded(
+            code,
+            is_partitioned=partitions > 1,
+            calls_library=True,
+            calls_torch=self._settings.has_torch_convolutions,
+        )
         if partitions == 1 and self._clients.memory.is_shared:
             code = shared_collectives.rewritten(code, compile_options.num_replicas, devices)
         code = rewrite.for_jaxlib(code, compile_options.num_replicas, is_partitioned=partitions > 1)
@@ -150,6 +160,13 @@ class Compiler(CompileOnce):
             raise PjrtError(
                 Code.INVALID_ARGUMENT,
                 f"{unpacked.executable.name} was compiled for replicas that share memory, and these do not",
+            )
+        calls_torch = convolution.TARGET in hlo.called_targets(unpacked.executable.optimized_hlo)
+        if calls_torch and not convolution.open_torch():
+            raise PjrtError(
+                Code.INVALID_ARGUMENT,
+                f"{unpacked.executable.name} was compiled with torch's convolutions, and this process cannot "
+                f"open torch's library; compile it here, or with {POLYXLA_CONVOLUTIONS}=xla",
             )
         try:
             program.on(self._first(unpacked.executable.devices))

@@ -34,6 +34,7 @@ LOCKED.polyxla_shared_size.restype = c_size_t
 LOCKED.polyxla_is_joined.restype = c_bool
 LOCKED.polyxla_join.argtypes = [c_int, c_int, c_void_p, c_int]
 LOCKED.polyxla_join.restype = c_bool
+LOCKED.polyxla_set_torch.argtypes = [c_void_p]
 LOCKED.polyxla_waits.restype = c_long
 LOCKED.polyxla_naps.restype = c_long
 

@@ -300,9 +300,15 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
     return frozenset(found)
 
 
+def called_targets(hlo: bytes) -> frozenset[str]:
+    """Return the functions of other libraries that a program calls."""
+    targets = frozenset(instruction.custom_call_target for instruction in instructions(hlo))
+    return targets - {""}
+
+
 def shares_memory(hlo: bytes) -> bool:
     """Return whether a program has a collective that goes through memory that the replicas share."""
-    return any(instruction.custom_call_target in _SHARED_KINDS for instruction in instructions(hlo))
+    return not called_targets(hlo).isdisjoint(_SHARED_KINDS)
 
 
 def groups_on_sockets(hlo: bytes) -> frozenset[frozenset[int]]:

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 from jax import lax, numpy
 
-from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, tpu
+from polyxla_bridge.engine.expansions import batch_norm, convolution, inlining, max_pool, tpu
 from polyxla_bridge.programs import hlo, kernels, rewrite
 from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
@@ -39,18 +39,28 @@ def _sum(dimensions: tuple[int, ...], numbers: jax.Array, initial: jax.Array) ->
     return narrow
 
 
-def expanded(module: bytes, *, is_partitioned: bool) -> bytes:
+def expanded(
+    module: bytes, *, is_partitioned: bool, calls_library: bool = False, calls_torch: bool = False
+) -> bytes:
     """Expand what XLA's CPU compiler refuses, or computes slowly, in a serialised HloModuleProto.
 
     Args:
         module: the program.
         is_partitioned: whether several devices compute it together.
+        calls_library: whether the program may call the C library.
+        calls_torch: whether it may call torch's convolutions by the library.
 
     Raises:
         PjrtError: a step of a scan has an instruction that is not known.
     """
-    normalization = batch_norm if is_partitioned else max_pool
-    return inlining.replace(module, *tpu.CHOICES, normalization.choose, choose_narrow_sum)
+    choices = [*tpu.CHOICES, choose_narrow_sum]
+    if is_partitioned:
+        # The partitioner cannot split a call.
+        choices.append(batch_norm.choose)
+    else:
+        choices.append(partial(max_pool.choose, calls_library=calls_library))
+        choices.extend([convolution.chooser(module)] if calls_torch else [])
+    return inlining.replace(module, *choices)
 
 
 def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
