@@ -31,6 +31,16 @@ def test_memory_of_tensors_is_freed(printed: Printed) -> None:
     assert lines == ["True"]
 
 
+def test_arrays_reuse_freed_memory_unless_the_user_decides(run: Run) -> None:
+    mapped = [
+        int(done.stdout)
+        for environ in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"})
+        for done in run("kept_memory.py", environs=[environ])
+    ]
+    # With the largest pages that there are, the array has 128.
+    assert mapped[0] < 100 <= mapped[1]
+
+
 def test_a_step_reuses_the_memory_of_the_arrays_that_it_replaces(printed: Printed) -> None:
     code = """
 import torch

@@ -32,9 +32,9 @@ RETURN_TIMEOUT_S = 12.0
 half of it to report that its replica waits for this process."""
 OTHERS_TIMEOUT_S = 300.0
 """Longest wait of a process that serves the others for them to end first, in seconds."""
-KEPT_BYTES = 64 << 20
+KEPT_BYTES = 1 << 30
 """Freed memory that glibc keeps, in bytes, and size of the largest array that may take it."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Source: glibc's malloc.h."""
 FAILED = 1
 """Exit code of a process that an exception has ended, or whose last step failed after the program's end."""
@@ -85,13 +85,13 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     # The lock serves as a flag: it is never released, so exactly one call gets past it.
     if not _active.acquire(blocking=False):
         return
+    _keep_freed_memory()
     framework = opener()
 
     def make() -> Engine:
         # The framework prepares here, not in `activate`: until its client exists, the process may be forked,
         # and the fork makes a client of its own.
         framework.before_client()
-        _keep_freed_memory()
         engine = make_engine()
         framework.after_client(engine)
         _has_client.set()
@@ -110,11 +110,13 @@ def _keep_freed_memory() -> None:
     """Let glibc keep freed memory, which the arrays of the next step need again.
 
     By default it returns what a step has freed to the kernel, which maps and zeroes it anew in the next step:
-    a fifth of the time of a small convnet's.
+    a fifth of a step's time.
     """
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     # Other C libraries have no such call, and a user's choice takes precedence.
     if option is not None and not chooses_kept_memory(own_environ()):
+        # Only the main thread's arena has room for an array of more than 64 MiB.
+        option(_M_ARENA_MAX, 1)
         option(_M_MMAP_THRESHOLD, KEPT_BYTES)
         option(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
