@@ -135,7 +135,7 @@ class Compiled:
 def times_s(layer: Layer) -> Iterator[tuple[str, float, float | None]]:
     """Yield for each program the times by XLA and by torch; None if it is left to XLA."""
     for name, data in programs(layer):
-        replaced = inlining.replace(data, convolution.chooser(data))
+        replaced = inlining.replace(data, convolution.choose)
         pair = [Compiled(data)] + ([Compiled(replaced)] if replaced is not data else [])
         for _ in range(ROUNDS):
             for each in pair:

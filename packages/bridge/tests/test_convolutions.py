@@ -13,7 +13,7 @@ import pytest
 from jaxlib import _jax, xla_client
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.expansions import convolution, cpu, inlining
+from polyxla_bridge.engine.expansions import convolution, cpu, inlining, torch_library
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
@@ -108,7 +108,7 @@ def numbers_for(data: bytes) -> Arrays:
 
 
 def in_library(data: bytes) -> bytes:
-    return inlining.replace(data, convolution.chooser(data))
+    return inlining.replace(data, convolution.choose)
 
 
 @pytest.fixture
@@ -282,14 +282,14 @@ def test_an_engine_calls_the_library_and_stores_the_call(engine: JaxEngine) -> N
 
 def test_without_torchs_library_xla_computes(engine: JaxEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = engine.serialize(engine.compile(BIG, options()))
-    monkeypatch.setattr(convolution, "open_torch", lambda: False)
+    monkeypatch.setattr(torch_library, "is_open", lambda: False)
     assert not hlo.called_targets(engine.compile(BIG, options()).optimized_hlo)
-    with pytest.raises(PjrtError, match="cannot open torch's library; compile it here"):
+    with pytest.raises(PjrtError, match="calls torch's library, and this process cannot open it"):
         engine.deserialize(stored)
 
 
 def test_the_user_chooses_xlas() -> None:
-    engine = JaxEngine(BridgeSettings(has_torch_convolutions=False))
+    engine = JaxEngine(BridgeSettings(has_torch_kernels=False))
     try:
         executable = engine.compile(BIG, options())
     finally:

@@ -109,9 +109,9 @@ Default: not set; the bridge lets it keep arrays of up to 1 GiB.
 Source: mallopt(3) and ld.so(8).
 """
 
-POLYXLA_CONVOLUTIONS = "POLYXLA_CONVOLUTIONS"
-"""Whose convolutions CPU replicas and emulated chips compute with: ``torch``, where its library has faster
-ones than XLA, or ``xla``.
+POLYXLA_CPU_KERNELS = "POLYXLA_CPU_KERNELS"
+"""Whose convolutions and products CPU replicas and emulated chips compute with: ``torch``, where its library
+has faster ones than XLA, or ``xla``.
 Default: ``torch``.
 """
 
@@ -222,7 +222,7 @@ class BridgeSettings:
     products of float32 have a TPU's precision. `plugin` is the library of a
     PJRT plugin, or ``libtpu``; if it is empty, jaxlib computes. `plugin_options` are its client's options.
     The processes of a job have the same `secret`. If it `shares_memory`, replicas of one machine pass arrays
-    to each other without sockets. With `has_torch_convolutions`, programs call those of torch's library.
+    to each other without sockets. With `has_torch_kernels`, programs call torch's library.
     """
 
     replicas: int = 1
@@ -234,7 +234,7 @@ class BridgeSettings:
     kind: str = "polyxla CPU"
     stall_timeout_s: float = 300.0
     shares_memory: bool = True
-    has_torch_convolutions: bool = True
+    has_torch_kernels: bool = True
     xla_flags: str = ""
     nproc: str = ""
     cache_path: str = ""
@@ -285,7 +285,7 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         host=environ.get(POLYXLA_BRIDGE_HOST, BridgeSettings.host),
         stall_timeout_s=stall_timeout_s(environ),
         shares_memory=shares_memory(environ),
-        has_torch_convolutions=has_torch_convolutions(environ),
+        has_torch_kernels=has_torch_kernels(environ),
         xla_flags=environ.get(XLA_FLAGS, ""),
         nproc=environ.get(NPROC, ""),
         cache_path=cache_path,
@@ -393,15 +393,15 @@ def chooses_kept_memory(environ: Mapping[str, str]) -> bool:
     return not environ.keys().isdisjoint(_MALLOC_SETTINGS)
 
 
-def has_torch_convolutions(environ: Mapping[str, str]) -> bool:
-    """Read `POLYXLA_CONVOLUTIONS`.
+def has_torch_kernels(environ: Mapping[str, str]) -> bool:
+    """Read `POLYXLA_CPU_KERNELS`.
 
     Raises:
         ValueError: it is neither torch nor xla.
     """
-    text = environ.get(POLYXLA_CONVOLUTIONS, "torch")
+    text = environ.get(POLYXLA_CPU_KERNELS, "torch")
     if text not in ("torch", "xla"):
-        raise ValueError(f"{POLYXLA_CONVOLUTIONS}={text!r} is neither 'torch' nor 'xla'; write one of them")
+        raise ValueError(f"{POLYXLA_CPU_KERNELS}={text!r} is neither 'torch' nor 'xla'; write one of them")
     return text == "torch"
 
 

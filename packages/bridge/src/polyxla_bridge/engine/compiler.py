@@ -12,9 +12,9 @@ from jaxlib import _jax, xla_client
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import custom_calls, numbering
 from polyxla_bridge.engine.clients import Clients, JaxProgram
-from polyxla_bridge.engine.expansions import convolution, cpu, max_pool
+from polyxla_bridge.engine.expansions import cpu, max_pool, sums, torch_library
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
-from polyxla_bridge.env import POLYXLA_CONVOLUTIONS, POLYXLA_SHARED_MEMORY, BridgeSettings
+from polyxla_bridge.env import POLYXLA_CPU_KERNELS, POLYXLA_SHARED_MEMORY, BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import arguments, cache, hlo, kernels, rewrite, shared_collectives
 from polyxla_bridge.programs.compile_once import CompileCoordinator, CompileOnce
@@ -47,13 +47,14 @@ class Compiler(CompileOnce):
         options = {
             **COMPILER_OPTIONS,
             POLYXLA_SHARED_MEMORY: clients.memory.is_shared,
-            POLYXLA_CONVOLUTIONS: convolution.LIBRARY if settings.has_torch_convolutions else "",
+            POLYXLA_CPU_KERNELS: torch_library.NAME if settings.has_torch_kernels else "",
         }
         kept = cache.for_job(settings, options, on_lookup)
         super().__init__(kept, coordinator if settings.processes > 1 else None)
         self._settings = settings
         self._clients = clients
-        custom_calls.register(max_pool.TARGET)
+        for target in (max_pool.TARGET, sums.TARGET):
+            custom_calls.register(target)
 
     def is_serializable(self, executable: Executable) -> bool:
         """Return whether jaxlib can serialise a program."""
@@ -73,7 +74,7 @@ class Compiler(CompileOnce):
             code,
             is_partitioned=partitions > 1,
             calls_library=True,
-            calls_torch=self._settings.has_torch_convolutions,
+            calls_torch=self._settings.has_torch_kernels,
         )
         if partitions == 1 and self._clients.memory.is_shared:
             code = shared_collectives.rewritten(code, compile_options.num_replicas, devices)
@@ -161,12 +162,12 @@ class Compiler(CompileOnce):
                 Code.INVALID_ARGUMENT,
                 f"{unpacked.executable.name} was compiled for replicas that share memory, and these do not",
             )
-        calls_torch = convolution.TARGET in hlo.called_targets(unpacked.executable.optimized_hlo)
-        if calls_torch and not convolution.open_torch():
+        targets = hlo.called_targets(unpacked.executable.optimized_hlo)
+        if not targets.isdisjoint(torch_library.TARGETS) and not torch_library.is_open():
             raise PjrtError(
                 Code.INVALID_ARGUMENT,
-                f"{unpacked.executable.name} was compiled with torch's convolutions, and this process cannot "
-                f"open torch's library; compile it here, or with {POLYXLA_CONVOLUTIONS}=xla",
+                f"{unpacked.executable.name} calls torch's library, and this process cannot open it; "
+                f"compile it here, or with {POLYXLA_CPU_KERNELS}=xla",
             )
         try:
             program.on(self._first(unpacked.executable.devices))

@@ -155,7 +155,7 @@ typedef struct {
   FfiAttributes attributes;
 } FfiCall;
 
-/* Returns whether XLA wants the handler's version, which this gives it, or prepares a call. There is nothing to do then. */
+/* Returns whether XLA asks for the handler's version, which this tells it, or prepares a call: there is nothing to do. */
 bool polyxla_ffi_prepares(const FfiCall *call);
 
 /* Returns an error for XLA, with a copy of the text. */

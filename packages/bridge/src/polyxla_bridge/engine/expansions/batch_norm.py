@@ -7,18 +7,16 @@ also writes layer norm as a batch norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from polyxla_bridge.engine.expansions import inlining
-from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 
-def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
     """Return the function that computes a batch norm; None for any other instruction."""
     if instruction.opcode not in _NORMALIZATIONS:
         return None

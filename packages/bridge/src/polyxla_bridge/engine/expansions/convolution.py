@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import enum
-import importlib.util
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax import lax, numpy
 
-from polyxla_bridge import native
-from polyxla_bridge.engine import custom_calls
-from polyxla_bridge.engine.expansions import inlining
+from polyxla_bridge.engine.expansions import inlining, torch_library
 from polyxla_bridge.programs import hlo
-from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 TARGET = "polyxla_convolution"
 """The C library's function."""
-LIBRARY = f"torch {version('torch')}" if importlib.util.find_spec("torch") else ""
-"""Name and version of the library whose convolutions it calls."""
-_FUNCTIONS = (
-    *("aoti_torch_device_type_cpu", "aoti_torch_dtype_float32", "aoti_torch_create_tensor_from_blob"),
-    *("aoti_torch_copy_", "aoti_torch_delete_tensor_object"),
-    *("aoti_torch_cpu_convolution", "aoti_torch_cpu_convolution_backward"),
-    # at::get_num_threads()
-    *("_ZN2at15get_num_threadsEv", "omp_get_max_threads", "omp_set_num_threads"),
-)
-"""In the order of `torch` in native/convolutions.c."""
 LEAST_WORK = 1 << 22
 """Multiplications below which XLA's convolution is as fast. This, and what `_Convolution.is_faster` says, was
 measured with random sizes on 2 cores (``nox -s bench -- convolutions``)."""
@@ -141,27 +122,17 @@ class _Convolution:
         return numpy.swapaxes(kernel, 0, 1).reshape(outputs * self.groups, inputs // self.groups, *lengths)
 
 
-def chooser(module: bytes) -> inlining.Choice:
-    """Return what finds torch's function for each convolution of a serialised HloModuleProto.
+def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
+    """Return torch's function for a convolution; None for another instruction, or if XLA's is to stay.
 
     Whether torch's is taken follows from the sizes, and not from a measurement: a program's numbers would
     change from run to run.
     """
-    parsed = hlo.parse_module(module)
-    every = {
-        instruction.id: instruction
-        for computation in parsed.computations
-        for instruction in computation.instructions
-    }
-
-    def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
-        if instruction.opcode != "convolution":
-            return None
-        found = _in_torch(instruction, *(every[number] for number in instruction.operand_ids))
-        is_better = found is not None and found.is_possible and found.is_faster
-        return found if is_better and open_torch() else None
-
-    return choose
+    if instruction.opcode != "convolution":
+        return None
+    found = _in_torch(instruction, *(program.instructions[number] for number in instruction.operand_ids))
+    is_better = found is not None and found.is_possible and found.is_faster
+    return found if is_better and torch_library.is_open() else None
 
 
 def _in_torch(instruction: Instruction, first: Instruction, second: Instruction) -> _Convolution | None:
@@ -227,20 +198,3 @@ def _roles(instruction: Instruction) -> list[tuple[int, ...]]:
         ),
         (has.output_batch_dimension, has.output_feature_dimension, *has.output_spatial_dimensions),
     ]
-
-
-@cache
-def open_torch() -> bool:
-    """Let programs of jaxlib's CPU clients call torch's convolutions; return whether they can."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return False
-    path = Path(found.origin).parent / "lib" / "libtorch_cpu.so"
-    try:
-        library = ctypes.CDLL(str(path))
-        functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _FUNCTIONS]
-    except (OSError, AttributeError):
-        return False
-    native.LOCKED.polyxla_set_torch((ctypes.c_void_p * len(functions))(*functions))
-    custom_calls.register(TARGET)
-    return True

@@ -2,41 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
-import jax
-from jax import lax, numpy
-
-from polyxla_bridge.engine.expansions import batch_norm, convolution, inlining, max_pool, tpu
+from polyxla_bridge.engine.expansions import batch_norm, convolution, inlining, max_pool, product, sums, tpu
 from polyxla_bridge.programs import hlo, kernels, rewrite
-from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
-from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
-
-_NARROW = {"bfloat16", "float16"}
-
-
-def choose_narrow_sum(
-    instruction: Instruction, computations: Mapping[int, Computation]
-) -> inlining.Function | None:
-    """Return the function that computes a sum of bfloat16 or float16 numbers; None for another instruction.
-
-    XLA:CPU keeps the sum in the numbers' own type, and rounds it after each of them. PyTorch's CPU and GPUs
-    add in float32, and round once.
-    """
-    if instruction.opcode != "reduce" or len(instruction.operand_ids) != 2:
-        return None
-    (called,) = instruction.called_computation_ids
-    opcodes = [step.opcode for step in computations[called].instructions]
-    if opcodes != ["parameter", "parameter", "add"] or hlo.array_type(instruction.shape)[0] not in _NARROW:
-        return None
-    return partial(_sum, tuple(instruction.dimensions))
-
-
-def _sum(dimensions: tuple[int, ...], numbers: jax.Array, initial: jax.Array) -> jax.Array:
-    wide = lax.reduce(numbers.astype(numpy.float32), initial.astype(numpy.float32), lax.add, dimensions)
-    narrow: jax.Array = wide.astype(numbers.dtype)
-    return narrow
 
 
 def expanded(
@@ -48,18 +17,20 @@ def expanded(
         module: the program.
         is_partitioned: whether several devices compute it together.
         calls_library: whether the program may call the C library.
-        calls_torch: whether it may call torch's convolutions by the library.
+        calls_torch: whether it may call torch's functions through that.
 
     Raises:
         PjrtError: a step of a scan has an instruction that is not known.
     """
-    choices = [*tpu.CHOICES, choose_narrow_sum]
-    if is_partitioned:
-        # The partitioner cannot split a call.
-        choices.append(batch_norm.choose)
-    else:
-        choices.append(partial(max_pool.choose, calls_library=calls_library))
-        choices.extend([convolution.chooser(module)] if calls_torch else [])
+    choices: list[inlining.Choice] = list(tpu.CHOICES)
+    # The partitioner cannot split a call.
+    calls_library = calls_library and not is_partitioned
+    choices.append(partial(sums.choose, calls_library=calls_library))
+    choices.append(
+        batch_norm.choose if is_partitioned else partial(max_pool.choose, calls_library=calls_library)
+    )
+    if calls_library and calls_torch:
+        choices += [convolution.choose, product.choose]
     return inlining.replace(module, *choices)
 
 

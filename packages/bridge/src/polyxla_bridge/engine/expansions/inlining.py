@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +20,22 @@ from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
 
 Function = Callable[..., Any]
-Choice = Callable[[Instruction, Mapping[int, Computation]], Function | Module | None]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a choice may look at.
+
+    Attributes:
+        computations: by id.
+        instructions: of all computations, by id.
+    """
+
+    computations: Mapping[int, Computation]
+    instructions: Mapping[int, Instruction]
+
+
+Choice = Callable[[Instruction, Program], Function | Module | None]
 """Returns the function or program that computes an instruction from its operands; None if the instruction
 stays."""
 
@@ -29,8 +45,7 @@ def replace(module: bytes, *choices: Choice) -> bytes:
 
     Args:
         module: the program.
-        choices: called with each instruction, and the computations by their ids; the first choice that
-            returns something decides.
+        choices: called with each instruction; the first choice that returns something decides.
 
     Returns:
         The program; `module` itself if nothing was replaced.
@@ -39,11 +54,14 @@ def replace(module: bytes, *choices: Choice) -> bytes:
         PjrtError: a program takes operands of other dtypes or numbers of dimensions than the instruction has.
     """
     parsed = hlo.parse_module(module)
-    computations = {computation.id: computation for computation in parsed.computations}
     every = [instruction for computation in parsed.computations for instruction in computation.instructions]
+    program = Program(
+        {computation.id: computation for computation in parsed.computations},
+        {instruction.id: instruction for instruction in every},
+    )
     chosen: dict[int, Function | Module] = {}
     for instruction in every:
-        found = (choose(instruction, computations) for choose in choices)
+        found = (choose(instruction, program) for choose in choices)
         if (first := next((choice for choice in found if choice is not None), None)) is not None:
             chosen[instruction.id] = first
     if not chosen:

@@ -6,7 +6,6 @@ client as a plugin has no LAPACK to call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from polyxla_bridge.engine.expansions import inlining
-from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 _LU = "LuDecomposition"
@@ -22,7 +20,7 @@ _LU = "LuDecomposition"
 and the permutation of the rows. Source: the TPU's lowering rule in ``jax._src.lax.linalg``."""
 
 
-def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
     """Return the function that computes an LU decomposition; None for any other instruction."""
     is_lu = instruction.opcode == "custom-call" and instruction.custom_call_target == _LU
     return _decomposed if is_lu else None

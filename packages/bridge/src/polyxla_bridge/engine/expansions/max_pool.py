@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,19 +33,19 @@ _EARLIER: dict[str, Callable[..., Any]] = {"GE": lax.lt, "GT": lax.gt}
 
 
 def choose(
-    instruction: Instruction, computations: Mapping[int, Computation], *, calls_library: bool
+    instruction: Instruction, program: inlining.Program, *, calls_library: bool
 ) -> inlining.Function | None:
     """Return the function that computes a max-pooling's gradient; None for any other instruction.
 
     Args:
         instruction: any instruction.
-        computations: those of its program.
+        program: its program.
         calls_library: whether the program may call the C library.
     """
     if instruction.opcode != "select-and-scatter":
         return None
     windows = instruction.window.dimensions
-    select, scatter = (_root(computations[id_]) for id_ in instruction.called_computation_ids)
+    select, scatter = (_root(program.computations[id_]) for id_ in instruction.called_computation_ids)
     # The expansion computes only the gradient of max-pooling; XLA's instruction stays for all other forms.
     is_dilated = any(window.window_dilation > 1 or window.base_dilation > 1 for window in windows)
     is_cropped = any(window.padding_low < 0 or window.padding_high < 0 for window in windows)

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyxla_bridge.engine.expansions import inlining
-from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 _SPATIAL = (1, 2)
 """Dimensions that are resized, between those of the batch and of the channels."""
 
 
-def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
     """Return the function that computes a resizing or its gradient; None for any other instruction.
 
     Source: torch_xla/csrc/resize_ops.cpp, which writes the custom calls. Their configuration is two digits:

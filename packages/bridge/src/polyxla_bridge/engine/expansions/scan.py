@@ -5,7 +5,7 @@ XLA:CPU does not compile them: jaxlib 0.10.2 refuses some, and ends the process 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 """Operations that a step of a scan may apply to its elements."""
 
 
-def choose(instruction: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
     """Return the function that computes a scan; None for any other instruction.
 
     Raises:
@@ -59,7 +59,7 @@ def choose(instruction: Instruction, computations: Mapping[int, Computation]) ->
     if instruction.opcode != "scan":
         return None
     (called,) = instruction.called_computation_ids
-    step = _Step(computations[called], instruction.num_carries)
+    step = _Step(program.computations[called], instruction.num_carries)
     # A parallel scan computes only the carries, so the results must be the same.
     scan = _in_parallel if instruction.is_associative == _YES and step.has_equal_results else _in_order
     return partial(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from polyxla_bridge.engine.expansions import inlining, linear_algebra, resize, scan
 from polyxla_bridge.programs import hlo, kernels
-from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
 
 
-def _program_of_kernel(instruction: Instruction, _: Mapping[int, Computation]) -> Module | None:
+def _program_of_kernel(instruction: Instruction, _: inlining.Program) -> Module | None:
     return hlo.parse_module(kernels.program_of(instruction)) if kernels.has_program(instruction) else None
 
 
