@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 PROGRAM = Path(__file__).parent / "programs" / "operators.py"
 sys.path.append(str(PROGRAM.parent))
-from operators import Numbers, difference  # noqa: E402
+from operators import ANY_SIZE, Numbers, difference  # noqa: E402
 
 pytestmark = pytest.mark.pjrt
 
@@ -93,6 +93,27 @@ def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}
     assert len(found) > 300
     assert {name for name, text in found.items() if text} == NAN_GRADIENTS
+
+
+IN_LIBRARY = """
+nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d nn.functional.conv_transpose1d
+nn.functional.conv_transpose2d nn.functional.conv_transpose3d nn.functional.max_pool1d
+nn.functional.max_pool2d nn.functional.linear nn.functional.bilinear addmm matmul sum
+nn.functional.layer_norm
+"""
+"""Operators, forward or backward, for which programs on the CPU call the bridge's C library."""
+WITHOUT_LIBRARY = {
+    *("nn.functional.conv_transpose3d[2]", "nn.functional.layer_norm[2]", "nn.functional.max_pool2d[3]"),
+    *("sum[1]", "sum[2]"),
+}
+"""Samples of these that differ in the same way if XLA computes all: torch_xla refuses or rounds them."""
+
+
+def test_the_bridges_library_computes_what_the_cpu_computes(tmp_path: Path) -> None:
+    assert run(tmp_path, EMULATED, ANY_SIZE, *IN_LIBRARY.split()) == 0
+    found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}
+    assert len(found) > 50
+    assert {name for name, text in found.items() if text} <= BOTH_WRONG | WITHOUT_LIBRARY
 
 
 VALUES = torch.tensor([-3.0, -1.0, -0.1, 0.0, 0.5, 2.0])

@@ -1,7 +1,8 @@
 """Computes torch's own samples of its operators on a device and on the CPU, and stores all numbers.
 
-``operators.py DIRECTORY [NAME ...]`` computes each operator that has no file in the directory yet, forward
-and backward, so that it continues where an earlier process ended. All samples of an operator are one program.
+``operators.py DIRECTORY [--any-size] [NAME ...]`` computes each operator that has no file in the directory
+yet, forward and backward, so that it continues where an earlier process ended. All samples of an operator are
+one program. With ``--any-size``, the bridge's C library computes what it computes for large arrays only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 SAMPLES = 4
 """Samples of each operator, and once more the first that has numbers, with NaN and infinity among them."""
+ANY_SIZE = "--any-size"
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 Numbers = list[torch.Tensor] | str
 """Results and gradients of one sample, or the error that it raised."""
@@ -161,6 +163,15 @@ def outcome(
 
 def main(directory: Path, names: list[str]) -> None:
     """Compute the operators that have no file yet."""
+    if ANY_SIZE in names:
+        expansions = "polyxla_bridge.engine.expansions"
+        for module, least in (
+            ("convolution", "LEAST_WORK"),
+            ("product", "LEAST_WORK"),
+            ("sums", "LEAST_SIZE"),
+        ):
+            setattr(importlib.import_module(f"{expansions}.{module}"), least, 1)
+        names = [name for name in names if name != ANY_SIZE]
     # This import takes seconds, and the test that imports this module does not need it.
     from torch.testing._internal import common_methods_invocations
 
