@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,14 @@ def replace(module: bytes, *choices: Choice) -> bytes:
     return parsed.SerializeToString()
 
 
-def _lowered(function: Function, operands: list[tuple[str, tuple[int, ...]]]) -> Module:
+def _lowered(function: Function, operands: Sequence[tuple[str, tuple[int, ...]]]) -> Module:
     """Return a function of arrays as a program."""
+    return hlo.parse_module(_serialized(function, tuple(operands)))
+
+
+@functools.lru_cache(maxsize=256)
+def _serialized(function: Function, operands: tuple[tuple[str, tuple[int, ...]], ...]) -> bytes:
+    # Layers of a network have equal convolutions, and equal functions for them.
     arrays = [jax.ShapeDtypeStruct(dims, dtype) for dtype, dims in operands]  # type: ignore[no-untyped-call]
     # jax would leave out an unused argument, and the other arguments would get its number.
     jitted = jax.jit(function, keep_unused=True)
@@ -92,7 +98,8 @@ def _lowered(function: Function, operands: list[tuple[str, tuple[int, ...]]]) ->
     with jax.enable_x64(True), jax.default_device(_device()):
         lowered = jitted.lower(*arrays)
     computation: Any = lowered.compiler_ir("hlo")
-    return hlo.parse_module(computation.as_serialized_hlo_module_proto())
+    data: bytes = computation.as_serialized_hlo_module_proto()
+    return data
 
 
 def _fit(wanted: tuple[int, ...], array: jax.Array) -> jax.Array:
