@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from polyxla.plugin import free_ports
@@ -37,6 +39,23 @@ def environ_of(process: int, processes: int, replicas: int, port: int) -> dict[s
         # XLA's pools must hold the waiting collectives of all replicas at once.
         "NPROC": str(max(2, 4 * replicas // processes)),
     }
+
+
+@pytest.fixture
+def computed() -> Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]:
+    """Return a function that computes a program of one replica on jaxlib's CPU client."""
+    # Most tests need no jax.
+    import jax
+    from jaxlib import _jax, xla_client
+
+    def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        (device,) = jax.devices("cpu")[:1]
+        module, devices = _jax.mlir.hlo_to_stablehlo(data), _jax.DeviceList((device,))
+        loaded = device.client.compile_and_load(module, devices, xla_client.CompileOptions())
+        results = loaded.execute_sharded([jax.device_put(argument) for argument in arguments])
+        return [np.asarray(parts[0]) for parts in results.disassemble_into_single_device_arrays()]
+
+    return computed
 
 
 @pytest.fixture(scope="session")

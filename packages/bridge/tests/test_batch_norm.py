@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jaxlib import _jax, xla_client
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.engine.expansions import batch_norm, inlining
+
+Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
 
 SHAPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f64": np.dtype(np.float64)}
 KINDS = {
@@ -41,15 +43,6 @@ def program(kind: str, dtype: str, dims: tuple[int, ...], feature: int, twice: b
     return data
 
 
-def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    client = jax.devices("cpu")[0].client
-    devices = _jax.DeviceList((jax.devices("cpu")[0],))
-    module = _jax.mlir.hlo_to_stablehlo(data)
-    loaded = client.compile_and_load(module, devices, xla_client.CompileOptions())
-    results = loaded.execute_sharded([jax.device_put(argument) for argument in arguments])
-    return [np.asarray(parts[0]) for parts in results.disassemble_into_single_device_arrays()]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "dims", "feature"),
@@ -63,7 +56,7 @@ def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> list[np.ndar
 )
 @pytest.mark.parametrize("twice", [False, True])
 def test_the_expansion_computes_what_the_instruction_does(
-    kind: str, dtype: str, dims: tuple[int, ...], feature: int, twice: bool
+    kind: str, dtype: str, dims: tuple[int, ...], feature: int, twice: bool, computed: Computed
 ) -> None:
     data = program(kind, dtype, dims, feature, twice)
     with jax.enable_x64(True):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jaxlib import _jax, xla_client
+from jaxlib import xla_client
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.engine.expansions import convolution, cpu, inlining, torch_library
@@ -18,6 +17,8 @@ from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo, rewrite
+
+Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
 
 Arrays = list[np.ndarray[Any, Any]]
 
@@ -93,15 +94,6 @@ def program_of(
     return data
 
 
-def computed(data: bytes, arguments: Arrays) -> Arrays:
-    (device,) = jax.devices("cpu")[:1]
-    program = device.client.compile_and_load(
-        _jax.mlir.hlo_to_stablehlo(data), _jax.DeviceList((device,)), xla_client.CompileOptions()
-    )
-    results = program.execute_sharded([jax.device_put(argument) for argument in arguments])
-    return [np.asarray(parts[0]) for parts in results.disassemble_into_single_device_arrays()]
-
-
 def numbers_for(data: bytes) -> Arrays:
     numbers = np.random.default_rng(0)
     return [numbers.normal(size=dims).astype(np.float32) for _, dims in hlo.parameters(data)]
@@ -119,7 +111,7 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("form", IN_LIBRARY)
-def test_the_library_computes_what_xla_does(form: str) -> None:
+def test_the_library_computes_what_xla_does(form: str, computed: Computed) -> None:
     data = program_of(*IN_LIBRARY[form])
     replaced = in_library(data)
     assert hlo.called_targets(replaced) == {convolution.TARGET}
@@ -130,7 +122,7 @@ def test_the_library_computes_what_xla_does(form: str) -> None:
 
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("reversed_by", ["reverse", "the window"])
-def test_a_kernel_that_is_reversed_is_an_images_gradient(reversed_by: str) -> None:
+def test_a_kernel_that_is_reversed_is_an_images_gradient(reversed_by: str, computed: Computed) -> None:
     how = " rhs_reversal=1x1" if reversed_by == "the window" else ""
     kernel = "w" if how else "v"
     text = f"""HloModule reversed
@@ -195,7 +187,7 @@ def test_the_library_computes_what_it_is_faster_at(form: tuple[str, ...], is_cal
 
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("form", ["forward", "of an image", "of a kernel"])
-def test_narrow_numbers_are_added_in_float32(form: str) -> None:
+def test_narrow_numbers_are_added_in_float32(form: str, computed: Computed) -> None:
     wide, data = (program_of(*IN_LIBRARY[form], dtype=dtype) for dtype in ("f32", "bf16"))
     narrow = np.dtype(ml_dtypes.bfloat16)
     arguments = [array.astype(narrow) for array in numbers_for(wide)]
@@ -222,7 +214,7 @@ def test_narrow_numbers_are_added_in_float32(form: str) -> None:
         ("3,16,64,64", "3,32,62,62", "32,16,3,3", "size=62x62", "fb01_io01->fb01"),
     ],
 )
-def test_several_threads_compute_one_convolution(form: tuple[str, ...]) -> None:
+def test_several_threads_compute_one_convolution(form: tuple[str, ...], computed: Computed) -> None:
     data = program_of(*form)
     replaced = in_library(data)
     assert replaced is not data
@@ -235,7 +227,7 @@ def test_several_threads_compute_one_convolution(form: tuple[str, ...]) -> None:
 
 
 @pytest.mark.usefixtures("any_size")
-def test_a_loop_calls_the_library() -> None:
+def test_a_loop_calls_the_library(computed: Computed) -> None:
     image, kernel = "f32[2,8,40,40]", "f32[8,8,3,3]"
     state = f"(s32[], {image}, {kernel})"
     text = f"""HloModule loop
@@ -307,7 +299,7 @@ def module(window: str) -> bytes:
 
 
 @pytest.mark.parametrize("reversal", ["1x1", "1x0", "0x1"])
-def test_the_kernel_is_reversed_before_the_convolution(reversal: str) -> None:
+def test_the_kernel_is_reversed_before_the_convolution(reversal: str, computed: Computed) -> None:
     data = module(f"rhs_reversal={reversal}")
     rewritten = rewrite.for_jaxlib(data, 1)
     text = HloModule.from_serialized_hlo_module_proto(rewritten).to_string()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jaxlib import _jax, xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.engine.expansions import inlining, scan
 from polyxla_bridge.errors import PjrtError
+
+Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
 
 ADD = "c = f32[3] add(a, b)"
 # A carry that is not the result: the sum before each element.
@@ -28,14 +28,6 @@ def program(step: str, options: str) -> bytes:
       ROOT r = (f32[5,3], f32[3]) scan(x, i), dimensions={{0}}, num_carries=1, {options} to_apply=step }}"""
     data: bytes = hlo_module_from_text(text.replace(", ", ",")).as_serialized_hlo_module_proto()
     return data
-
-
-def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    (device,) = jax.devices("cpu")[:1]
-    module, devices = _jax.mlir.hlo_to_stablehlo(data), _jax.DeviceList((device,))
-    loaded = device.client.compile_and_load(module, devices, xla_client.CompileOptions())
-    results = loaded.execute_sharded([jax.device_put(argument) for argument in arguments])
-    return [np.asarray(part[0]) for part in results.disassemble_into_single_device_arrays()]
 
 
 def totals(x: np.ndarray[Any, Any], i: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -72,7 +64,7 @@ def totals(x: np.ndarray[Any, Any], i: np.ndarray[Any, Any]) -> np.ndarray[Any, 
     ],
 )
 def test_a_scan_is_computed(
-    step: str, options: str, results: Callable[..., Any], carry: Callable[..., Any]
+    step: str, options: str, results: Callable[..., Any], carry: Callable[..., Any], computed: Computed
 ) -> None:
     expanded = inlining.replace(program(step, options), scan.choose)
     numbers = np.random.default_rng(0)
