@@ -64,6 +64,22 @@ def test_fsdp_computes_what_one_device_computes(
     assert found == [["True True True True", f"{shards} (48, 16)"]] * processes
 
 
+@pytest.mark.parametrize(
+    ("divided", "parts"),
+    [
+        ("batch", "[4]"),
+        ("batch on one axis", "[2]"),
+        ("batch, unevenly", "[1]"),
+        ("nothing", "[1]"),
+        ("height", "[1]"),
+        ("batch and kernel", "[2]"),
+    ],
+)
+def test_calls_of_the_library_are_divided_by_the_batch(printed: Printed, divided: str, parts: str) -> None:
+    (lines,) = printed("spmd_convolutions.py", divided, replicas=4)
+    assert lines == [f"True {parts}"]
+
+
 def test_tensors_under_spmd(printed: Printed) -> None:
     (lines,) = printed("spmd_tensors.py", replicas=4)
     assert lines == [

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from polyxla_bridge.engine.expansions import batch_norm, convolution, inlining, max_pool, product, sums, tpu
+from polyxla_bridge.engine.expansions import (
+    batch_norm,
+    convolution,
+    inlining,
+    max_pool,
+    partitioned,
+    product,
+    sums,
+    tpu,
+)
 from polyxla_bridge.programs import hlo, kernels, rewrite
 
 
@@ -23,14 +32,17 @@ def expanded(
         PjrtError: a step of a scan has an instruction that is not known.
     """
     choices: list[inlining.Choice] = list(tpu.CHOICES)
-    # The partitioner cannot split a call.
-    calls_library = calls_library and not is_partitioned
-    choices.append(partial(sums.choose, calls_library=calls_library))
-    choices.append(
-        batch_norm.choose if is_partitioned else partial(max_pool.choose, calls_library=calls_library)
-    )
-    if calls_library and calls_torch:
-        choices += [convolution.choose, product.choose]
+    calls_torch = calls_torch and calls_library
+    if not is_partitioned:
+        choices.append(partial(sums.choose, calls_library=calls_library))
+        choices.append(partial(max_pool.choose, calls_library=calls_library))
+        choices += [convolution.choose, product.choose] if calls_torch else []
+        return inlining.replace(module, *choices)
+    # The partitioner divides sums and products well.
+    choices += [partial(sums.choose, calls_library=False), batch_norm.choose]
+    if partitioned.can_divide(module):
+        choices += [partial(max_pool.choose, calls_library=True, is_divided=True)] if calls_library else []
+        choices += [partial(convolution.choose, is_divided=True)] if calls_torch else []
     return inlining.replace(module, *choices)
 
 

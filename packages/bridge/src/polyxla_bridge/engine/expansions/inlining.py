@@ -74,7 +74,7 @@ def replace(module: bytes, *choices: Choice) -> bytes:
         for instruction in instructions:
             if (choice := chosen.get(instruction.id)) is not None:
                 operands = [hlo.array_type(shapes[id_]) for id_ in instruction.operand_ids]
-                simple = choice if isinstance(choice, Module) else _lowered(choice, operands)
+                simple = choice if isinstance(choice, Module) else lowered(choice, operands)
                 computation.instructions.extend(imported.fitting(simple, operands, instruction))
                 computation.instructions.extend(imported.inlined(simple, instruction))
             else:
@@ -83,7 +83,7 @@ def replace(module: bytes, *choices: Choice) -> bytes:
     return parsed.SerializeToString()
 
 
-def _lowered(function: Function, operands: Sequence[tuple[str, tuple[int, ...]]]) -> Module:
+def lowered(function: Function, operands: Sequence[tuple[str, tuple[int, ...]]]) -> Module:
     """Return a function of arrays as a program."""
     return hlo.parse_module(_serialized(function, tuple(operands)))
 
@@ -158,7 +158,7 @@ class _Imported:
                 )
             if given != wanted:
                 fitted = Instruction(id=next(self._numbers), operand_ids=[original.operand_ids[number]])
-                yield from self.inlined(_lowered(functools.partial(_fit, wanted[1]), [given]), fitted)
+                yield from self.inlined(lowered(functools.partial(_fit, wanted[1]), [given]), fitted)
                 original.operand_ids[number] = fitted.id
 
     def inlined(self, module: Module, original: Instruction) -> list[Instruction]:
