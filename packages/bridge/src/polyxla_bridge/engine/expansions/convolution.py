@@ -99,8 +99,8 @@ class _TorchCall:
         return True, self.is_sum
 
     def of_part(self, parts: int) -> _TorchCall:
-        """Return the call for one of several equal parts of the batch."""
-        batch = self.image[0] // parts
+        """Return the call for one of several parts of the batch, of which the last may be filled up."""
+        batch = math.ceil(self.image[0] / parts)
         return replace(self, image=(batch, *self.image[1:]), result=(batch, *self.result[1:]))
 
     def __call__(self, first: jax.Array, second: jax.Array, /) -> jax.Array:

@@ -110,8 +110,8 @@ class _Call:
     is_sum = False
 
     def of_part(self, parts: int) -> _Call:
-        """Return the call for one of several equal parts of the first dimension."""
-        return replace(self, shape=(self.shape[0] // parts, *self.shape[1:]))
+        """Return the call for one of several parts of the first dimension; the last may be filled up."""
+        return replace(self, shape=(math.ceil(self.shape[0] / parts), *self.shape[1:]))
 
     def __call__(self, array: jax.Array, source: jax.Array, initial: jax.Array) -> jax.Array:
         """Return the gradient of the array."""

@@ -45,7 +45,7 @@ class Call(Protocol):
     def is_sum(self) -> bool: ...  # noqa: D102  (see above)
 
     def of_part(self, parts: int) -> Call:
-        """Return the call for one of several equal parts of the batch."""
+        """Return the call for one of several parts of the batch, of which the last may be filled up."""
 
     @property
     def __call__(self) -> Callable[..., jax.Array]:
@@ -90,16 +90,20 @@ def _of_user(sharding: Any, shape: Any, config: bytes) -> Any:
 def _of_result(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, config: bytes) -> Any:
     """Return how the result is divided, from how the operands are."""
     call = _call(config)
-    return _REPLICATED if call.is_sum else _of_batch(shapes, shardings, call.is_divided)[0]
+    return _REPLICATED if call.is_sum else _of_batch(call, shapes, shardings)[0]
 
 
-def _of_batch(shapes: Sequence[Any], shardings: Sequence[Any], is_divided: Sequence[bool]) -> tuple[Any, int]:
-    """Return how arrays divide the batch, and into how many parts; 1 if it stays whole."""
-    for shape, sharding, has_batch in zip(shapes, shardings, is_divided, strict=True):
-        if has_batch and sharding.is_tiled():
+def _of_batch(call: Call, shapes: Sequence[Any], shardings: Sequence[Any]) -> tuple[Any, int]:
+    """Return how a call's arrays divide the batch, and into how many parts; 1 if it stays whole."""
+    has_batch = [*call.is_divided, not call.is_sum]
+    # The result's sharding is not always known.
+    for shape, sharding, may_divide in zip(shapes, shardings, has_batch, strict=False):
+        if may_divide and sharding.is_tiled():
             sizes = shape.dimensions()
             parts, *others = sharding.tile_assignment_dimensions()[: len(sizes)]
-            if parts > 1 and sizes[0] % parts == 0 and set(others) == {1}:
+            # A last part that is smaller has numbers of no meaning at its end, which must not be added.
+            is_even = sizes[0] % parts == 0 or not call.is_sum
+            if parts > 1 and is_even and set(others) == {1}:
                 return sharding, parts
     return _REPLICATED, 1
 
@@ -109,9 +113,7 @@ def _divide(
 ) -> tuple[bytes, list[Any], Any]:
     """Return what a device computes, and how operands and result are divided."""
     call = _call(config)
-    of_batch, parts = _of_batch(
-        [*shapes, result_shape], [*shardings, result_sharding], [*call.is_divided, not call.is_sum]
-    )
+    of_batch, parts = _of_batch(call, [*shapes, result_shape], [*shardings, result_sharding])
     given = [of_batch if has_batch else _REPLICATED for has_batch in call.is_divided]
     local = [
         ("float32", tuple(sharding.tile(shape).dimensions()))
