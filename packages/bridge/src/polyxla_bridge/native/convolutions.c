@@ -5,7 +5,6 @@
  */
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "parallel.h"
 #include "torch_library.h"
@@ -91,11 +90,6 @@ static void add_sums(Convolution *work) {
   }
 }
 
-static void read_numbers(const FfiCall *call, const char *name, int64_t *numbers) {
-  const FfiArray *found = polyxla_ffi_attribute(call, name);
-  memcpy(numbers, found->data, found->count * sizeof *numbers);
-}
-
 void *polyxla_convolution(FfiCall *call) {
   if (polyxla_ffi_prepares(call)) return NULL;
   if (polyxla_torch.set_threads == NULL)
@@ -107,9 +101,9 @@ void *polyxla_convolution(FfiCall *call) {
       .result = polyxla_array(call->results.buffers[0]),
   };
   work.rank = work.result.rank - 2;
-  read_numbers(call, "stride", work.stride);
-  read_numbers(call, "padding", work.padding);
-  read_numbers(call, "dilation", work.dilation);
+  polyxla_ffi_numbers(call, "stride", work.stride);
+  polyxla_ffi_numbers(call, "padding", work.padding);
+  polyxla_ffi_numbers(call, "dilation", work.dilation);
   cut(&work, polyxla_threads(call));
   bool has_sums = work.kind == KERNEL_GRADIENT && work.batches > 1;
   if (has_sums) work.sums = malloc((work.batches - 1) * polyxla_count(&work.result) * sizeof *work.sums);

@@ -28,3 +28,8 @@ const void *polyxla_ffi_attribute(const FfiCall *call, const char *name) {
 int64_t polyxla_ffi_number(const FfiCall *call, const char *name) {
   return *(const int64_t *)((const FfiScalar *)polyxla_ffi_attribute(call, name))->value;
 }
+
+void polyxla_ffi_numbers(const FfiCall *call, const char *name, int64_t *numbers) {
+  const FfiArray *found = polyxla_ffi_attribute(call, name);
+  memcpy(numbers, found->data, found->count * sizeof *numbers);
+}

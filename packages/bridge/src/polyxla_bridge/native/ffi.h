@@ -166,4 +166,7 @@ const void *polyxla_ffi_attribute(const FfiCall *call, const char *name);
 
 int64_t polyxla_ffi_number(const FfiCall *call, const char *name);
 
+/* Copies the numbers of an attribute that is an array. */
+void polyxla_ffi_numbers(const FfiCall *call, const char *name, int64_t *numbers);
+
 #endif

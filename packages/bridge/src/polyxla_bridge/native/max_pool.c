@@ -1,6 +1,4 @@
 /* The gradient of max-pooling, which programs call by XLA's foreign function interface. */
-#include <string.h>
-
 #include "parallel.h"
 
 /* With fewer elements than in a piece, passing it to another thread takes longer than pooling it. */
@@ -95,11 +93,6 @@ static void compute(void *data, int64_t piece) {
   for (int64_t plane = pool->planes * piece / pool->pieces; plane < end; plane++) pool_plane(pool, plane);
 }
 
-static void read_numbers(const FfiCall *call, const char *name, int64_t *numbers) {
-  const FfiArray *found = polyxla_ffi_attribute(call, name);
-  memcpy(numbers, found->data, DIMENSIONS * sizeof *numbers);
-}
-
 /* Arguments: the pooled array, the gradients of its windows, and what they are added to. */
 void *polyxla_max_pool_gradient(FfiCall *call) {
   if (polyxla_ffi_prepares(call)) return NULL;
@@ -113,9 +106,9 @@ void *polyxla_max_pool_gradient(FfiCall *call) {
       .is_last = polyxla_ffi_number(call, "is_last"),
   };
   for (int i = 0; i < DIMENSIONS; i++) pool.size[i] = arrays[0]->dims[i + 1], pool.pooled[i] = arrays[1]->dims[i + 1];
-  read_numbers(call, "window", pool.window);
-  read_numbers(call, "stride", pool.stride);
-  read_numbers(call, "low", pool.low);
+  polyxla_ffi_numbers(call, "window", pool.window);
+  polyxla_ffi_numbers(call, "stride", pool.stride);
+  polyxla_ffi_numbers(call, "low", pool.low);
   int64_t work = pool.planes * pool.size[0] * pool.size[1] * pool.size[2];
   pool.pieces = least(polyxla_threads(call), 1 + work / PIECE);
   if (polyxla_in_parallel(call, pool.pieces, compute, &pool)) return NULL;

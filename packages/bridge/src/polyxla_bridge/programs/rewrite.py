@@ -36,7 +36,7 @@ options, and a flag in ``XLA_FLAGS`` replaces them.
 Source: DebugOptions in xla/xla.proto.
 """
 
-_SHARDY = b"xla.sdy.meshes"
+SHARDY = b"xla.sdy.meshes"
 """Part of a program that is written for Shardy, XLA's newer partitioner.
 Source: ``kMeshesRoundTripAttr`` in xla/service/spmd/shardy/constants.h."""
 
@@ -85,7 +85,7 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
         The rewritten program; `module` itself if nothing had to change.
     """
     parsed = hlo.parse_module(module)
-    if is_partitioned and _SHARDY in module and _has_freed_results(parsed):
+    if is_partitioned and SHARDY in module and _has_freed_results(parsed):
         module = parsed.SerializeToString()
     every = [instruction for computation in parsed.computations for instruction in computation.instructions]
     shapes = {instruction.id: instruction.shape for instruction in every}

@@ -17,7 +17,7 @@ from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 TARGET = "polyxla_convolution"
 """The C library's function."""
 LEAST_WORK = 1 << 22
-"""Multiplications below which XLA's convolution is as fast. This, and what `_Convolution.is_faster` says, was
+"""Multiplications below which XLA's convolution is as fast. This, and what `_TorchCall.is_faster` says, was
 measured with random sizes on 2 cores (``nox -s bench -- convolutions``)."""
 _LEAST_FEATURES = 8
 """Features of an image below which XLA's gradient of it is as fast, if the stride is not 1."""

@@ -17,7 +17,7 @@ import numpy as np
 from jaxlib import _jax, xla_client
 
 from polyxla_bridge.engine.expansions import inlining
-from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs import hlo, rewrite
 from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
 
@@ -26,7 +26,6 @@ TARGET = "polyxla_partitioned"
 _MANUAL = 4
 """The type of a sharding by which the program itself divides its arrays.
 Source: OpSharding in xla/xla_data.proto."""
-_SHARDY = b"xla.sdy.meshes"
 _REPLICATED = xla_client.HloSharding.replicate()
 
 
@@ -69,7 +68,7 @@ def placeholder(call: Call, shape: tuple[int, ...], operands: Sequence[jax.Array
 def can_divide(module: bytes) -> bool:
     """Return whether the partitioner asks: not in a program for Shardy, nor in one that divides itself."""
     types = {instruction.sharding.type for instruction in hlo.instructions(module)}
-    return _SHARDY not in module and _MANUAL not in types
+    return rewrite.SHARDY not in module and _MANUAL not in types
 
 
 @cache
