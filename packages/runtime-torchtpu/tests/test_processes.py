@@ -268,7 +268,7 @@ def test_an_exception_is_the_last_word_of_a_program_with_work_in_its_queue(error
     done = run_python("-c", RAISE, error)
     assert done.returncode == code, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "the program's own exit function"
-    assert done.stderr.splitlines()[-1] == f"{error}: my own mistake"
+    assert done.stderr.splitlines()[-1] == f"{error}: my own mistake", done.stderr[-3000:]
     assert "failed" not in done.stderr
 
 

@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -294,7 +293,8 @@ class Bridge:
         data = host_memory(record.data, record.size)
         # The engine may use C's memory as it is, so it is freed with the last reference to it.
         if record.size:
-            weakref.finalize(data.obj, UNLOCKED.polyxla_free, record.data).atexit = False
+            memory: Any = data.obj
+            memory.allocation = _Allocation(record.data)
         try:
             return self.engine.from_host(device, type_, data)
         except BaseException as error:
@@ -315,6 +315,18 @@ class Bridge:
             self.engine.delete(buffer)
         except BaseException:
             _log.exception("the engine could not delete a buffer")
+
+
+class _Allocation:
+    """Memory of C that is freed with the last reference to this object."""
+
+    _free = UNLOCKED.polyxla_free
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __del__(self) -> None:
+        self._free(self._address)
 
 
 def host_memory(start: int | None, size: int) -> memoryview:

@@ -13,7 +13,6 @@ import itertools
 import math
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -81,6 +80,21 @@ class RemoteBuffer(Buffer):
 
     # A plain `Buffer` never reached the worker: the bridge makes it when `from_host` fails. Its value is the
     # error, and everything computed from it gets the same error.
+
+
+class _Program:
+    """A program on the worker, which frees it once nothing here refers to this object.
+
+    Attributes:
+        number: its number in the session.
+    """
+
+    def __init__(self, number: int, dropped: deque[int]) -> None:
+        self.number = number
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self.number)
 
 
 @dataclass(frozen=True)
@@ -558,7 +572,7 @@ class RemoteEngine(Engine):
             return [(pb.Command(compile=message), len(message.hlo)) for message in messages]
 
         message = pb.Program.FromString(bytes(self._wait(self._ask(compilation))))
-        executable = Executable(
+        return Executable(
             name=message.name,
             outputs=tuple(ArrayType(result.dtype, tuple(result.dims)) for result in message.results),
             num_replicas=message.replicas,
@@ -567,15 +581,12 @@ class RemoteEngine(Engine):
             fingerprint=message.fingerprint,
             num_partitions=message.partitions,
             native={
-                "program": message.program,
+                "program": _Program(message.program, self._dropped),
                 "donated": hlo.donated(message.optimized_hlo),
                 "collectives": hlo.collectives(message.optimized_hlo),
                 "source": (hlo_module, options),
             },
         )
-        # At exit the session ends, and with it all of its programs.
-        weakref.finalize(executable, self._dropped.append, message.program).atexit = False
-        return executable
 
     def execute(
         self,
@@ -634,7 +645,7 @@ class RemoteEngine(Engine):
         ]
         request = pb.Execute(
             sequence=sequence,
-            program=executable.native["program"],
+            program=executable.native["program"].number,
             cores=[self._cores[device.index] for device in devices],
             arguments=[_number(argument) for row in rows for argument in row],
             first_result=first,
