@@ -12,7 +12,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.expansions import convolution, cpu, inlining, partitioned, torch_library
+from polyxla_bridge.engine.expansions import convolution, inlining, torch_library
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
@@ -287,26 +287,6 @@ def test_the_user_chooses_xlas() -> None:
     finally:
         engine.close()
     assert not hlo.called_targets(executable.optimized_hlo)
-
-
-def expanded(data: bytes) -> bytes:
-    return cpu.expanded(data, is_partitioned=True, calls_library=True, calls_torch=True)
-
-
-def test_the_partitioner_divides_a_call() -> None:
-    assert hlo.called_targets(expanded(BIG)) == {partitioned.TARGET}
-
-
-@pytest.mark.parametrize(
-    ("header", "sharding"),
-    [("", ", sharding={manual}"), (', frontend_attributes={xla.sdy.meshes="{}"}', "")],
-)
-def test_a_program_whose_calls_are_not_divided_keeps_its_convolutions(header: str, sharding: str) -> None:
-    text = f"""HloModule convolutions{header}
-    ENTRY main {{ x = f32[8,16,32,32] parameter(0){sharding} w = f32[32,16,3,3] parameter(1)
-      ROOT c = f32[8,32,30,30] convolution(x, w), window={{size=3x3}}, dim_labels=bf01_oi01->bf01 }}"""
-    data = hlo_module_from_text(text).as_serialized_hlo_module_proto()
-    assert expanded(data) is data
 
 
 def module(window: str) -> bytes:

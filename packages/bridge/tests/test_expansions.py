@@ -46,7 +46,7 @@ def test_a_dynamic_slice_takes_its_indices_in_one_vector(engine: JaxEngine) -> N
 
 
 def test_a_partitioned_program_gets_the_indices_one_by_one() -> None:
-    rewritten = rewrite.for_jaxlib(module(SLICES), 1, is_partitioned=True)
+    rewritten = rewrite.for_jaxlib(module(SLICES), 1, 2)
     text = HloModule.from_serialized_hlo_module_proto(rewritten).to_string()
     assert "dynamic-slice(%x, %y.reshape" in text
 

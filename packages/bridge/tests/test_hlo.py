@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
-from jaxlib import _jax
+from jaxlib import _jax, xla_client
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 from jaxlib.mlir.dialects import stablehlo as current
 
@@ -80,7 +81,8 @@ def test_each_kind_of_collective_is_listed_once() -> None:
     [
         pytest.param("{}", {()}, id="all"),
         pytest.param("{{0,2},{1,3}}", {(0, 2), (1, 3)}, id="listed"),
-        pytest.param("[2,2]<=[4]", set(), id="formula"),
+        pytest.param("[2,2]<=[4]", {(0, 1), (2, 3)}, id="formula"),
+        pytest.param("[2,2]<=[2,2]T(1,0)", {(0, 2), (1, 3)}, id="formula, transposed"),
     ],
 )
 def test_the_groups_that_meet_in_a_program(listed: str, groups: set[tuple[int, ...]]) -> None:
@@ -90,6 +92,51 @@ def test_the_groups_that_meet_in_a_program(listed: str, groups: set[tuple[int, .
       s = f32[] collective-permute(x), source_target_pairs={{{{0,1}}}}
       ROOT r = f32[] all-reduce(s), replica_groups={listed}, to_apply=add }}""")
     assert hlo.groups(data) == {frozenset(group) for group in groups}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "groups"),
+    [
+        ("['a'=4,'b'=2] {'b'}", "01 23 45 67"),
+        ("['a'=4,'b'=2] {'a'}", "0246 1357"),
+        ("['a'=4,'b'=2] {'b','a'}", "02461357"),
+        ("['a'=8,'b'=1] {'a','b'}", "01234567"),
+        # Parts of an axis: after and up to a product of its sizes.
+        ("['a'=8] {'a':(2)2}", "02 13 46 57"),
+        ("['a'=8] {'a':(1)2,'a':(4)2}", "0145 2367"),
+        ("['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", "04 15 26 37"),
+        ("['a'=4,'b'=2], device_ids=(7,6,5,4,3,2,1,0) {'a'}", "7531 6420"),
+    ],
+)
+def test_the_groups_along_the_axes_of_a_mesh(mesh: str, groups: str) -> None:
+    members = len(groups.split(maxsplit=1)[0])
+    data = module(f"""HloModule gathering, num_partitions=8
+    ENTRY main {{ part = u32[] partition-id() mine = u32[1] reshape(part)
+      ROOT every = u32[{members}] all-gather(mine), channel_id=1, replica_groups=mesh{mesh},
+        dimensions={{0}}, use_global_device_ids=true }}""")
+    (gather,) = (instruction for instruction in hlo.instructions(data) if instruction.opcode == "all-gather")
+    listed = hlo.listed_groups(gather)
+    assert ["".join(map(str, group)) for group in listed] == groups.split()
+    # XLA loses the list of devices in StableHLO.
+    if "device_ids" not in mesh:
+        assert gathered_by_xla(data) == {tuple(group) for group in listed}
+
+
+def gathered_by_xla(data: bytes) -> set[tuple[int, ...]]:
+    """Run a program on eight devices of jaxlib, and return what they gather."""
+    parsed = hlo.parse_module(data)
+    for instruction in parsed.computations[0].instructions:
+        # It is the program of one device, not to be divided.
+        instruction.sharding.type = 4
+    client = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=8)
+    options = xla_client.CompileOptions()
+    options.num_partitions = 8
+    options.executable_build_options.use_spmd_partitioning = True
+    options.device_assignment = xla_client.DeviceAssignment.create(np.arange(8, dtype=np.int32).reshape(1, 8))
+    stablehlo = _jax.mlir.hlo_to_stablehlo(parsed.SerializeToString())
+    loaded = client.compile_and_load(stablehlo, _jax.DeviceList(tuple(client.devices())), options)
+    (parts,) = loaded.execute_sharded([]).disassemble_into_single_device_arrays()
+    return {tuple(np.asarray(part).tolist()) for part in parts}
 
 
 def test_donated_parameters_are_found() -> None:

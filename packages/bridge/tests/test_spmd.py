@@ -22,6 +22,7 @@ from polyxla_bridge.engine.local_engine import DeviceThread
 from polyxla_bridge.engine.stall_watchdog import STALLED
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable, unpack
 
 TIMEOUT_S = 60
@@ -65,20 +66,11 @@ def test_fsdp_computes_what_one_device_computes(
 
 
 @pytest.mark.parametrize(
-    ("divided", "parts"),
-    [
-        ("batch", "[4]"),
-        ("batch on one axis", "[2]"),
-        # Sums over the batch are not divided.
-        ("batch, unevenly", "[1, 4]"),
-        ("nothing", "[1]"),
-        ("height", "[1]"),
-        ("batch and kernel", "[2]"),
-    ],
+    "divided",
+    ["batch", "batch on one axis", "batch, unevenly", "nothing", "height", "batch and kernel"],
 )
-def test_calls_of_the_library_are_divided_by_the_batch(printed: Printed, divided: str, parts: str) -> None:
-    (lines,) = printed("spmd_convolutions.py", divided, replicas=4)
-    assert lines == [f"True {parts}"]
+def test_convolutions_and_pooling_compute_what_one_device_computes(printed: Printed, divided: str) -> None:
+    assert printed("spmd_convolutions.py", divided, replicas=4) == [["True"]]
 
 
 def test_tensors_under_spmd(printed: Printed) -> None:
@@ -271,16 +263,68 @@ def test_programs_of_several_threads_meet_in_one_order(
     assert sums == [28.0 + 8 * start for start in range(40)]
 
 
-def test_unequal_parts_are_compiled_for_each_device(engine: JaxEngine) -> None:
-    # jaxlib 0.10.2 ends the process when it serialises such a program.
+def test_parts_may_be_unequal(engine: JaxEngine) -> None:
     text = PARTS.replace("f32[8]", "f32[6]")
     executable = engine.compile(hlo_module_from_text(text).as_serialized_hlo_module_proto(), options())
+    for program in (executable, engine.deserialize(engine.serialize(executable))):
+        results = engine.execute_partitioned(program, upload(engine))
+        # Two of the eight numbers are padding.
+        assert [download(engine, total) for total, _ in results] == [[15]] * 4
+        assert [download(engine, part) for _, part in results][:3] == [[0, 1], [4, 9], [16, 25]]
+
+
+def test_each_device_runs_the_program_of_a_replica(engine: JaxEngine) -> None:
+    text = """HloModule layer, num_partitions=4, buffer_donor={ (0, {}) }
+    ENTRY main { x = f32[32,16,16,16] parameter(0), sharding={devices=[4,1,1,1]<=[4]}
+      w = f32[32,16,3,3] parameter(1), sharding={replicated}
+      y = f32[32,32,14,14] convolution(x, w), window={size=3x3}, dim_labels=bf01_oi01->bf01
+      gradient = f32[32,16,3,3] convolution(x, y), window={size=14x14}, dim_labels=fb01_io01->fb01,
+        sharding={replicated}
+      twice = f32[32,16,16,16] add(x, x), sharding={devices=[4,1,1,1]<=[4]}
+      ROOT t = (f32[32,16,3,3], f32[32,16,16,16]) tuple(gradient, twice),
+        sharding={{replicated}, {devices=[4,1,1,1]<=[4]}} }"""
+    executable = engine.compile(hlo_module_from_text(text).as_serialized_hlo_module_proto(), options())
+    assert hlo.called_targets(executable.optimized_hlo) == {"polyxla_convolution", "polyxla_all_reduce"}
+    assert [output.dims for output in executable.outputs] == [(32, 16, 3, 3), (8, 16, 16, 16)]
+    assert executable.meets == (("all-reduce (add) of float32[32,16,3,3]", ((0, 1, 2, 3),)),)
+    # A part of the result takes the memory of a part of the argument.
+    assert executable.native["donated"] == {0}
+
+
+SUMS = """HloModule sums, num_partitions=4
+add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
+ENTRY main { x = f32[2] parameter(0), sharding={manual}
+  ROOT r = f32[2] %s, to_apply=add, sharding={manual} }"""
+
+
+@pytest.mark.parametrize(
+    ("reduction", "sums"),
+    [
+        # A group of replicas, of which there is one, for each partition.
+        ("all-reduce(x), replica_groups={{0}}", [1, 3, 5, 7]),
+        # A group of replicas with all of their partitions.
+        ("all-reduce(x), channel_id=1, replica_groups={{0}}", [16, 16, 16, 16]),
+        (
+            "all-reduce(x), channel_id=1, replica_groups={{0,2},{1,3}}, use_global_device_ids=true",
+            [6, 10, 6, 10],
+        ),
+    ],
+)
+def test_collectives_of_replicas_and_of_partitions(
+    engine: JaxEngine, reduction: str, sums: list[float]
+) -> None:
+    text = SUMS.replace("%s", reduction)
+    executable = engine.compile(hlo_module_from_text(text).as_serialized_hlo_module_proto(), options())
     results = engine.execute_partitioned(executable, upload(engine))
-    # Two of the eight numbers are padding.
-    assert [download(engine, total) for total, _ in results] == [[15]] * 4
-    assert [download(engine, part) for _, part in results][:3] == [[0, 1], [4, 9], [16, 25]]
-    with pytest.raises(PjrtError, match="jaxlib cannot load parts"):
-        engine.deserialize(engine.serialize(executable))
+    assert [download(engine, total)[1] for (total,) in results] == sums
+
+
+def test_a_program_of_replicas_and_partitions_is_refused(engine: JaxEngine) -> None:
+    two = xla_client.CompileOptions.ParseFromString(options())
+    two.num_partitions = two.executable_build_options.num_partitions = 2
+    data = hlo_module_from_text(PARTS).as_serialized_hlo_module_proto()
+    with pytest.raises(PjrtError, match="parts has 2 replicas of 2 partitions; only one of the two may be"):
+        engine.compile(data, two.SerializeAsString())
 
 
 @pytest.mark.parametrize("processes", [1, 2])

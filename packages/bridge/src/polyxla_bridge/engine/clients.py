@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +24,6 @@ from polyxla_bridge.engine.coordination_service import CoordinationService
 from polyxla_bridge.engine.numbering import Share, Shares
 from polyxla_bridge.engine.shared_memory import SharedMemory
 from polyxla_bridge.env import BridgeSettings
-from polyxla_bridge.programs.executable import Executable
 
 CONNECT_TIMEOUT_S = 120
 """Longest wait until the clients of all replicas are connected, in seconds."""
@@ -136,15 +135,27 @@ class Clients:
     def _device(self, index: int) -> Any:
         return self._clients[index].local_devices()[0]
 
-    def compile(self, index: int, module: Any, options: Any, devices: Sequence[int]) -> Any:
-        """Compile for some replicas, or if `devices` is empty for all, and load on one of them."""
-        listed = self._list(index, options.num_partitions, devices)
-        return self._clients[index].compile_and_load(module, listed, options)
+    def compile(self, index: int, module: Any, options: Any, devices: Sequence[int] = ()) -> Any:
+        """Compile StableHLO, and load it on one replica.
 
-    def load(self, index: int, data: bytes, num_partitions: int, devices: Sequence[int]) -> Any:
+        Args:
+            index: the replica.
+            module: the program.
+            options: of the compilation.
+            devices: replicas that compute one partitioned program together; none for all.
+        """
+        client = self._clients[index]
+        # jaxlib's arrays of results name these. Partitions make one together, each replica one of its own.
+        listed = [self._device(index)]
+        if options.num_partitions > 1:
+            every = client.devices()
+            listed = [every[number] for number in sorted(devices) or range(len(every))]
+        return client.compile_and_load(module, _jax.DeviceList(tuple(listed)), options)
+
+    def load(self, index: int, data: bytes) -> Any:
         """Load on one replica the bytes that `serialize` returned in any process."""
-        listed = self._list(index, num_partitions, devices)
-        return self._clients[index].deserialize_executable(data, listed, None)
+        alone = _jax.DeviceList((self._device(index),))
+        return self._clients[index].deserialize_executable(data, alone, None)
 
     def serialize(self, index: int, loaded: Any) -> bytes:
         """Return a program in jaxlib's format."""
@@ -162,14 +173,6 @@ class Clients:
             aval = jax.core.ShapedArray(host.shape, host.dtype)
             device = self._device(index)
             return _jax.batched_device_put(aval, self._shardings[index], [host], [device])
-
-    def _list(self, index: int, num_partitions: int, devices: Sequence[int]) -> Any:
-        """Return the devices of a program, which jaxlib's arrays of its results name."""
-        # Partitions make one array together, but each replica has an array of its own.
-        if num_partitions == 1:
-            return _jax.DeviceList((self._device(index),))
-        every = self._clients[index].devices()
-        return _jax.DeviceList(tuple(every[index] for index in sorted(devices) or range(len(every))))
 
     def wait_for_others(self, timeout_s: float) -> None:
         """Wait in process 0 until every other process has left.
@@ -203,29 +206,16 @@ class JaxProgram:
 
     Args:
         clients: the clients of this process.
-        executable: the program.
         loaded: the program by replica, as far as it is loaded already.
-        data: the program in jaxlib's format; empty if jaxlib cannot serialise it.
-        compile_on: compiles the program for a replica, if jaxlib cannot serialise it.
+        data: the program in jaxlib's format.
 
     Attributes:
         data: as above.
     """
 
-    def __init__(
-        self,
-        clients: Clients,
-        executable: Executable,
-        loaded: dict[int, Any],
-        data: bytes = b"",
-        compile_on: Callable[[int], Any] | None = None,
-    ) -> None:
+    def __init__(self, clients: Clients, loaded: dict[int, Any], data: bytes) -> None:
         self.data = data
         self._clients = clients
-        # This object keeps two attributes instead of the executable, which refers to it: a cycle would delay
-        # the release of the program.
-        self._num_partitions, self._devices = executable.num_partitions, executable.devices
-        self._compile_on = compile_on or self._load_on
         self._loaded = loaded
         self._lock = threading.Lock()
 
@@ -235,8 +225,5 @@ class JaxProgram:
         if index not in self._loaded:
             with self._lock:
                 if index not in self._loaded:
-                    self._loaded[index] = self._compile_on(index)
+                    self._loaded[index] = self._clients.load(index, self.data)
         return self._loaded[index]
-
-    def _load_on(self, index: int) -> Any:
-        return self._clients.load(index, self.data, self._num_partitions, self._devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import custom_calls, numbering
+from polyxla_bridge.engine import custom_calls, numbering, partitioning
 from polyxla_bridge.engine.clients import Clients, JaxProgram
 from polyxla_bridge.engine.expansions import cpu, max_pool, sums, torch_library
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
@@ -57,8 +58,8 @@ class Compiler(CompileOnce):
             custom_calls.register(target)
 
     def is_serializable(self, executable: Executable) -> bool:
-        """Return whether jaxlib can serialise a program."""
-        return bool(executable.native["program"].data)
+        """Return whether jaxlib can serialise a program: any."""
+        return True
 
     def compile_new(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         """Compile a program for all replicas, and load it on the first."""
@@ -69,53 +70,36 @@ class Compiler(CompileOnce):
         devices = self._devices(compile_options)
         self._complete(compile_options, devices)
         partitions = compile_options.num_partitions
-        code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
-        code = cpu.expanded(
-            code,
-            is_partitioned=partitions > 1,
-            calls_library=True,
-            calls_torch=self._settings.has_torch_kernels,
-        )
-        if partitions == 1 and self._clients.memory.is_shared:
-            code = shared_collectives.rewritten(code, compile_options.num_replicas, devices)
-        code = rewrite.for_jaxlib(code, compile_options.num_replicas, is_partitioned=partitions > 1)
+        first = self._first(devices)
+        replica, shardings = hlo_module, b""
         if partitions > 1:
-            code, may_choose = arguments.keep_result_shardings(code)
-            if may_choose:
-                build = compile_options.executable_build_options
-                build.allow_spmd_sharding_propagation_to_output = may_choose
-        module = _jax.mlir.hlo_to_stablehlo(code)
-        native = self._clients.compile(self._first(devices), module, compile_options, devices)
-        optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()
+            compile_ = functools.partial(self._clients.compile, first, devices=devices)
+            replica, shardings = partitioning.divided(hlo_module, compile_options, compile_)
+        code = arguments.for_jaxlib(replica, is_partitioned=False)
+        code = cpu.expanded(
+            code, is_partitioned=False, calls_library=True, calls_torch=self._settings.has_torch_kernels
+        )
+        if self._clients.memory.is_shared:
+            code = shared_collectives.rewritten(code, compile_options.num_replicas, devices)
+        code = rewrite.for_jaxlib(code, compile_options.num_replicas)
+        native = self._clients.compile(first, _jax.mlir.hlo_to_stablehlo(code), compile_options)
+        # Two messages, one after the other, are read as one that has the fields of both.
+        optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto() + shardings
         executable = Executable(
             name=hlo.module_name(hlo_module),
             outputs=tuple(ArrayType(dtype, dims) for dtype, dims in hlo.results(optimized)),
-            num_replicas=compile_options.num_replicas,
+            num_replicas=compile_options.num_replicas // partitions,
             optimized_hlo=optimized,
             code_size_bytes=native.size_of_generated_code_in_bytes(),
             fingerprint=fingerprint,
             num_partitions=partitions,
             devices=devices,
-            # The partitioner adds the collectives of a partitioned program; the user writes the others.
-            meets=hlo.meets(optimized if partitions > 1 else hlo_module),
+            meets=hlo.meets(replica),
         )
-        return self._attach(executable, self._loaded(executable, hlo_module, module, compile_options, native))
-
-    def _loaded(
-        self, executable: Executable, hlo_module: bytes, module: Any, options: Any, native: Any
-    ) -> JaxProgram:
-        """Return the program that `native` is on the first replica."""
-        first = self._first(executable.devices)
-        loaded = {first: native}
-        if options.num_partitions == 1 or _has_equal_parts(hlo_module, native):
-            # Serialise the program now: its first execution resolves the comparator of a sort, which jaxlib
-            # cannot serialise.
-            return JaxProgram(self._clients, executable, loaded, self._clients.serialize(first, native))
-
-        def compile_on(index: int) -> Any:
-            return self._clients.compile(index, module, options, executable.devices)
-
-        return JaxProgram(self._clients, executable, loaded, compile_on=compile_on)
+        # Serialise the program now: its first execution resolves the comparator of a sort, and jaxlib cannot
+        # serialise that.
+        program = JaxProgram(self._clients, {first: native}, self._clients.serialize(first, native))
+        return self._attach(executable, program)
 
     def _attach(self, executable: Executable, program: JaxProgram) -> Executable:
         found = program.on(self._first(executable.devices)).get_compiled_memory_stats()
@@ -156,7 +140,7 @@ class Compiler(CompileOnce):
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process of a job with as many devices."""
         unpacked = unpack(data, self._settings.replicas, COMPILER)
-        program = JaxProgram(self._clients, unpacked.executable, {}, unpacked.native)
+        program = JaxProgram(self._clients, {}, unpacked.native)
         if not self._clients.memory.is_shared and hlo.shares_memory(unpacked.executable.optimized_hlo):
             raise PjrtError(
                 Code.INVALID_ARGUMENT,
@@ -176,22 +160,3 @@ class Compiler(CompileOnce):
                 Code.INVALID_ARGUMENT, f"jaxlib cannot load {unpacked.executable.name}: {error}"
             ) from error
         return self._attach(unpacked.executable, program)
-
-
-def _has_equal_parts(hlo_module: bytes, native: Any) -> bool:
-    """Return whether the partitions' shares of each argument and result are equal.
-
-    If they are not, jaxlib 0.10.2 ends the process when it serialises the program.
-    """
-    for arrays, shardings in (
-        (hlo.parameters(hlo_module), native.get_parameter_shardings()),
-        (hlo.results(hlo_module), native.get_output_shardings()),
-    ):
-        if shardings and len(shardings) != len(arrays):
-            return False
-        for (_, dims), sharding in zip(arrays, shardings or (), strict=False):
-            # A count without a dimension, at the end, is the number of devices that have the same part.
-            counts = sharding.tile_assignment_dimensions
-            if any(size % count for size, count in zip(dims, counts, strict=False)):
-                return False
-    return True

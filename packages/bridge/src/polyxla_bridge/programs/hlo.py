@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,8 +18,9 @@ from polyxla_bridge.programs.hlo_pb2 import (
     HloInstructionProto,
     HloModuleProto,
     HloModuleProtoWithConfig,
+    IotaReplicaGroupListProto,
+    MeshAxesReplicaGroupListProto,
     OpMetadata,
-    ReplicaGroup,
     ShapeProto,
 )
 
@@ -262,15 +265,63 @@ def depends_on_replicas(hlo: bytes) -> bool:
     return bool(found & {*_COLLECTIVES, "replica-id", "partition-id", "send", "recv"})
 
 
-def listed_groups(instruction: HloInstructionProto) -> Sequence[ReplicaGroup]:
-    """Return the groups that a collective lists: none if all replicas meet, or if a formula has them."""
-    return instruction.collective_device_list.replica_groups or instruction.replica_groups
+def listed_groups(instruction: HloInstructionProto) -> list[list[int]]:
+    """Return the groups of a collective; none if all replicas meet."""
+    given = instruction.collective_device_list
+    if listed := given.replica_groups or instruction.replica_groups:
+        return [list(group.replica_ids) for group in listed]
+    if instruction.HasField("mesh_axes_replica_group_list"):
+        return _along_axes(instruction.mesh_axes_replica_group_list)
+    if given.HasField("iota_replica_group_list"):
+        return _by_formula(given.iota_replica_group_list)
+    if instruction.HasField("iota_collective_device_list"):
+        return _by_formula(instruction.iota_collective_device_list)
+    return []
 
 
-def follows_formula(instruction: HloInstructionProto) -> bool:
-    """Return whether a formula has a collective's groups, in fields that hlo.proto does not declare."""
-    # Only their bytes are seen here.
-    return not listed_groups(instruction) and instruction.collective_device_list.ByteSize() > 0
+def _by_formula(given: IotaReplicaGroupListProto) -> list[list[int]]:
+    sizes = given.iota_reshape_dims
+    return _cut(
+        _transposed(range(math.prod(sizes)), sizes, given.iota_transpose_perm), given.num_devices_per_group
+    )
+
+
+def _along_axes(given: MeshAxesReplicaGroupListProto) -> list[list[int]]:
+    axes = given.mesh.axes
+    # Each part of an axis that is named: the axis, and the products of the sizes before and up to it.
+    parts = [
+        (
+            axis.mesh_axis_index,
+            axis.sub_axis.pre_size or 1,
+            (axis.sub_axis.pre_size * axis.sub_axis.size) or axes[axis.mesh_axis_index].size,
+        )
+        for axis in given.axes
+    ]
+    sizes: list[int] = []
+    dimensions: dict[tuple[int, int], int] = {}
+    for index, axis in enumerate(axes):
+        ends = {1, axis.size, *(end for of, *both in parts if of == index for end in both)}
+        for start, end in itertools.pairwise(sorted(ends)):
+            dimensions[index, start] = len(sizes)
+            sizes.append(end // start)
+    devices: Sequence[int] = given.mesh.device_ids or range(math.prod(sizes))
+    if given.mesh.HasField("iota"):
+        devices = _transposed(devices, given.mesh.iota.reshape_dims, given.mesh.iota.transpose_perm)
+    within = [dimensions[index, start] for index, start, end in parts if start < end]
+    outside = [dimension for dimension in range(len(sizes)) if dimension not in within]
+    members = math.prod(sizes[dimension] for dimension in within)
+    return _cut(_transposed(devices, sizes, [*outside, *within]), members)
+
+
+def _transposed(numbers: Sequence[int], sizes: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Return the numbers of an array in the order of its transpose."""
+    steps = [math.prod(sizes[dimension + 1 :]) for dimension in order]
+    places = itertools.product(*(range(sizes[dimension]) for dimension in order))
+    return [numbers[sum(map(operator.mul, place, steps))] for place in places]
+
+
+def _cut(numbers: list[int], length: int) -> list[list[int]]:
+    return [numbers[start : start + length] for start in range(0, len(numbers), length)]
 
 
 def root_opcodes(module: HloModuleProto) -> dict[int, str]:
@@ -283,7 +334,7 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
     """Return the groups of replicas that meet in a program: each waits until all of its group have come.
 
     A group without members stands for all replicas. Collectives in which a replica may be done before others
-    have begun are left out, and so are those whose groups are written in a form that is not known here.
+    have begun are left out.
     """
     found: set[frozenset[int]] = set()
     for instruction in instructions(hlo):
@@ -292,11 +343,7 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
         if instruction.custom_call_target in _SHARED_KINDS:
             found.update(_shared_groups(instruction))
             continue
-        listed = listed_groups(instruction)
-        found.update(frozenset(group.replica_ids) for group in listed)
-        # jaxlib writes an empty list for all replicas. Groups that follow a formula are in other fields.
-        if not listed and instruction.HasField("collective_device_list"):
-            found.add(frozenset())
+        found.update(map(frozenset, listed_groups(instruction) or [[]]))
     return frozenset(found)
 
 
@@ -319,10 +366,7 @@ def groups_on_sockets(hlo: bytes) -> frozenset[frozenset[int]]:
     found: set[frozenset[int]] = set()
     for instruction in instructions(hlo):
         if instruction.opcode.removesuffix("-start") in _COLLECTIVES:
-            listed = listed_groups(instruction)
-            found.update(frozenset(group.replica_ids) for group in listed)
-            if not listed:
-                found.add(frozenset())
+            found.update(map(frozenset, listed_groups(instruction) or [[]]))
     return frozenset(found)
 
 
@@ -342,7 +386,7 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
     """Return what replicas do together in a serialised HloModuleProto, in the program's order.
 
     Each collective has a description, such as ``all-reduce (maximum) of float32[2,3]``, and its groups of
-    replicas: no groups if all replicas meet. Collectives whose groups follow a formula are left out.
+    replicas: no groups if all replicas meet.
     """
     module = parse_module(hlo)
     roots = root_opcodes(module)
@@ -350,8 +394,6 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
     found: list[Meet] = []
     for instruction in _of(module):
         if not is_collective(instruction):
-            continue
-        if follows_formula(instruction):
             continue
         reduction = [roots.get(number, "") for number in instruction.called_computation_ids[:1]]
         along = (
@@ -364,9 +406,7 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
             # The last operand is torch_xla's token, which orders its collectives.
             arrays.pop()
         words = [_kind(instruction), *(f"({name})" for name in reduction), f"of {', '.join(arrays)}", *along]
-        found.append(
-            (" ".join(words), tuple(tuple(group.replica_ids) for group in listed_groups(instruction)))
-        )
+        found.append((" ".join(words), tuple(map(tuple, listed_groups(instruction)))))
     return tuple(found)
 
 

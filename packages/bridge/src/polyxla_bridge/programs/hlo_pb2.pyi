@@ -41,19 +41,97 @@ class ReplicaGroup(_message.Message):
     replica_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, replica_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class IotaReplicaGroupListProto(_message.Message):
+    __slots__ = ("num_replica_groups", "num_devices_per_group", "iota_reshape_dims", "iota_transpose_perm")
+    NUM_REPLICA_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICES_PER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    IOTA_RESHAPE_DIMS_FIELD_NUMBER: _ClassVar[int]
+    IOTA_TRANSPOSE_PERM_FIELD_NUMBER: _ClassVar[int]
+    num_replica_groups: int
+    num_devices_per_group: int
+    iota_reshape_dims: _containers.RepeatedScalarFieldContainer[int]
+    iota_transpose_perm: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_replica_groups: _Optional[int] = ..., num_devices_per_group: _Optional[int] = ..., iota_reshape_dims: _Optional[_Iterable[int]] = ..., iota_transpose_perm: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class CollectiveDeviceListProto(_message.Message):
-    __slots__ = ("replica_groups",)
+    __slots__ = ("replica_groups", "iota_replica_group_list")
     REPLICA_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    IOTA_REPLICA_GROUP_LIST_FIELD_NUMBER: _ClassVar[int]
     replica_groups: _containers.RepeatedCompositeFieldContainer[ReplicaGroup]
-    def __init__(self, replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ...) -> None: ...
+    iota_replica_group_list: IotaReplicaGroupListProto
+    def __init__(self, replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., iota_replica_group_list: _Optional[_Union[IotaReplicaGroupListProto, _Mapping]] = ...) -> None: ...
+
+class MeshProto(_message.Message):
+    __slots__ = ("axes", "device_ids", "iota")
+    class Axis(_message.Message):
+        __slots__ = ("name", "size")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        SIZE_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        size: int
+        def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    class Iota(_message.Message):
+        __slots__ = ("reshape_dims", "transpose_perm")
+        RESHAPE_DIMS_FIELD_NUMBER: _ClassVar[int]
+        TRANSPOSE_PERM_FIELD_NUMBER: _ClassVar[int]
+        reshape_dims: _containers.RepeatedScalarFieldContainer[int]
+        transpose_perm: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, reshape_dims: _Optional[_Iterable[int]] = ..., transpose_perm: _Optional[_Iterable[int]] = ...) -> None: ...
+    AXES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
+    IOTA_FIELD_NUMBER: _ClassVar[int]
+    axes: _containers.RepeatedCompositeFieldContainer[MeshProto.Axis]
+    device_ids: _containers.RepeatedScalarFieldContainer[int]
+    iota: MeshProto.Iota
+    def __init__(self, axes: _Optional[_Iterable[_Union[MeshProto.Axis, _Mapping]]] = ..., device_ids: _Optional[_Iterable[int]] = ..., iota: _Optional[_Union[MeshProto.Iota, _Mapping]] = ...) -> None: ...
+
+class AxisRef(_message.Message):
+    __slots__ = ("mesh_axis_index", "sub_axis")
+    class SubAxis(_message.Message):
+        __slots__ = ("pre_size", "size")
+        PRE_SIZE_FIELD_NUMBER: _ClassVar[int]
+        SIZE_FIELD_NUMBER: _ClassVar[int]
+        pre_size: int
+        size: int
+        def __init__(self, pre_size: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    MESH_AXIS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SUB_AXIS_FIELD_NUMBER: _ClassVar[int]
+    mesh_axis_index: int
+    sub_axis: AxisRef.SubAxis
+    def __init__(self, mesh_axis_index: _Optional[int] = ..., sub_axis: _Optional[_Union[AxisRef.SubAxis, _Mapping]] = ...) -> None: ...
+
+class MeshAxesReplicaGroupListProto(_message.Message):
+    __slots__ = ("mesh", "axes")
+    MESH_FIELD_NUMBER: _ClassVar[int]
+    AXES_FIELD_NUMBER: _ClassVar[int]
+    mesh: MeshProto
+    axes: _containers.RepeatedCompositeFieldContainer[AxisRef]
+    def __init__(self, mesh: _Optional[_Union[MeshProto, _Mapping]] = ..., axes: _Optional[_Iterable[_Union[AxisRef, _Mapping]]] = ...) -> None: ...
+
+class FrontendAttributes(_message.Message):
+    __slots__ = ("map",)
+    class MapEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    map: _containers.ScalarMap[str, str]
+    def __init__(self, map: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class OpSharding(_message.Message):
-    __slots__ = ("type", "tuple_shardings")
+    __slots__ = ("type", "tile_assignment_dimensions", "tile_assignment_devices", "tuple_shardings")
     TYPE_FIELD_NUMBER: _ClassVar[int]
+    TILE_ASSIGNMENT_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    TILE_ASSIGNMENT_DEVICES_FIELD_NUMBER: _ClassVar[int]
     TUPLE_SHARDINGS_FIELD_NUMBER: _ClassVar[int]
     type: int
+    tile_assignment_dimensions: _containers.RepeatedScalarFieldContainer[int]
+    tile_assignment_devices: _containers.RepeatedScalarFieldContainer[int]
     tuple_shardings: _containers.RepeatedCompositeFieldContainer[OpSharding]
-    def __init__(self, type: _Optional[int] = ..., tuple_shardings: _Optional[_Iterable[_Union[OpSharding, _Mapping]]] = ...) -> None: ...
+    def __init__(self, type: _Optional[int] = ..., tile_assignment_dimensions: _Optional[_Iterable[int]] = ..., tile_assignment_devices: _Optional[_Iterable[int]] = ..., tuple_shardings: _Optional[_Iterable[_Union[OpSharding, _Mapping]]] = ...) -> None: ...
 
 class WindowDimension(_message.Message):
     __slots__ = ("size", "stride", "padding_low", "padding_high", "window_dilation", "base_dilation", "window_reversal")
@@ -146,7 +224,7 @@ class OutputOperandAliasing(_message.Message):
     def __init__(self, output_shape_index: _Optional[_Iterable[int]] = ..., operand_index: _Optional[int] = ...) -> None: ...
 
 class HloInstructionProto(_message.Message):
-    __slots__ = ("name", "opcode", "shape", "metadata", "literal", "parameter_number", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "slice_dimensions", "exponent_bits", "mantissa_bits", "dynamic_slice_sizes", "epsilon", "feature_index", "channel_id", "use_global_device_ids", "dot_dimension_numbers", "custom_call_target", "backend_config", "constrain_layout", "operand_shapes_with_layout", "custom_call_has_side_effect", "output_operand_aliasing", "custom_call_api_version", "id", "operand_ids", "called_computation_ids", "sharding", "replica_groups", "feature_group_count", "batch_group_count", "precision_config", "source_target_pairs", "comparison_direction", "collective_device_list", "is_reverse", "num_carries", "is_associative")
+    __slots__ = ("name", "opcode", "shape", "metadata", "literal", "parameter_number", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "slice_dimensions", "exponent_bits", "mantissa_bits", "dynamic_slice_sizes", "epsilon", "feature_index", "channel_id", "use_global_device_ids", "dot_dimension_numbers", "custom_call_target", "backend_config", "constrain_layout", "operand_shapes_with_layout", "custom_call_has_side_effect", "output_operand_aliasing", "frontend_attributes", "custom_call_api_version", "id", "operand_ids", "called_computation_ids", "sharding", "replica_groups", "feature_group_count", "batch_group_count", "precision_config", "source_target_pairs", "comparison_direction", "collective_device_list", "iota_collective_device_list", "mesh_axes_replica_group_list", "is_reverse", "num_carries", "is_associative")
     class SliceDimensions(_message.Message):
         __slots__ = ("start", "limit", "stride")
         START_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +259,7 @@ class HloInstructionProto(_message.Message):
     OPERAND_SHAPES_WITH_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_CALL_HAS_SIDE_EFFECT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_OPERAND_ALIASING_FIELD_NUMBER: _ClassVar[int]
+    FRONTEND_ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_CALL_API_VERSION_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     OPERAND_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +272,8 @@ class HloInstructionProto(_message.Message):
     SOURCE_TARGET_PAIRS_FIELD_NUMBER: _ClassVar[int]
     COMPARISON_DIRECTION_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_DEVICE_LIST_FIELD_NUMBER: _ClassVar[int]
+    IOTA_COLLECTIVE_DEVICE_LIST_FIELD_NUMBER: _ClassVar[int]
+    MESH_AXES_REPLICA_GROUP_LIST_FIELD_NUMBER: _ClassVar[int]
     IS_REVERSE_FIELD_NUMBER: _ClassVar[int]
     NUM_CARRIES_FIELD_NUMBER: _ClassVar[int]
     IS_ASSOCIATIVE_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +302,7 @@ class HloInstructionProto(_message.Message):
     operand_shapes_with_layout: _containers.RepeatedCompositeFieldContainer[ShapeProto]
     custom_call_has_side_effect: bool
     output_operand_aliasing: _containers.RepeatedCompositeFieldContainer[OutputOperandAliasing]
+    frontend_attributes: FrontendAttributes
     custom_call_api_version: int
     id: int
     operand_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -233,10 +315,12 @@ class HloInstructionProto(_message.Message):
     source_target_pairs: _containers.RepeatedCompositeFieldContainer[SourceTarget]
     comparison_direction: str
     collective_device_list: CollectiveDeviceListProto
+    iota_collective_device_list: IotaReplicaGroupListProto
+    mesh_axes_replica_group_list: MeshAxesReplicaGroupListProto
     is_reverse: bool
     num_carries: int
     is_associative: int
-    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., literal: _Optional[_Union[LiteralProto, _Mapping]] = ..., parameter_number: _Optional[int] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., exponent_bits: _Optional[int] = ..., mantissa_bits: _Optional[int] = ..., dynamic_slice_sizes: _Optional[_Iterable[int]] = ..., epsilon: _Optional[float] = ..., feature_index: _Optional[int] = ..., channel_id: _Optional[int] = ..., use_global_device_ids: bool = ..., dot_dimension_numbers: _Optional[_Union[DotDimensionNumbers, _Mapping]] = ..., custom_call_target: _Optional[str] = ..., backend_config: _Optional[bytes] = ..., constrain_layout: bool = ..., operand_shapes_with_layout: _Optional[_Iterable[_Union[ShapeProto, _Mapping]]] = ..., custom_call_has_side_effect: bool = ..., output_operand_aliasing: _Optional[_Iterable[_Union[OutputOperandAliasing, _Mapping]]] = ..., custom_call_api_version: _Optional[int] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., feature_group_count: _Optional[int] = ..., batch_group_count: _Optional[int] = ..., precision_config: _Optional[_Union[PrecisionConfig, _Mapping]] = ..., source_target_pairs: _Optional[_Iterable[_Union[SourceTarget, _Mapping]]] = ..., comparison_direction: _Optional[str] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ..., is_reverse: bool = ..., num_carries: _Optional[int] = ..., is_associative: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., literal: _Optional[_Union[LiteralProto, _Mapping]] = ..., parameter_number: _Optional[int] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., exponent_bits: _Optional[int] = ..., mantissa_bits: _Optional[int] = ..., dynamic_slice_sizes: _Optional[_Iterable[int]] = ..., epsilon: _Optional[float] = ..., feature_index: _Optional[int] = ..., channel_id: _Optional[int] = ..., use_global_device_ids: bool = ..., dot_dimension_numbers: _Optional[_Union[DotDimensionNumbers, _Mapping]] = ..., custom_call_target: _Optional[str] = ..., backend_config: _Optional[bytes] = ..., constrain_layout: bool = ..., operand_shapes_with_layout: _Optional[_Iterable[_Union[ShapeProto, _Mapping]]] = ..., custom_call_has_side_effect: bool = ..., output_operand_aliasing: _Optional[_Iterable[_Union[OutputOperandAliasing, _Mapping]]] = ..., frontend_attributes: _Optional[_Union[FrontendAttributes, _Mapping]] = ..., custom_call_api_version: _Optional[int] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., feature_group_count: _Optional[int] = ..., batch_group_count: _Optional[int] = ..., precision_config: _Optional[_Union[PrecisionConfig, _Mapping]] = ..., source_target_pairs: _Optional[_Iterable[_Union[SourceTarget, _Mapping]]] = ..., comparison_direction: _Optional[str] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ..., iota_collective_device_list: _Optional[_Union[IotaReplicaGroupListProto, _Mapping]] = ..., mesh_axes_replica_group_list: _Optional[_Union[MeshAxesReplicaGroupListProto, _Mapping]] = ..., is_reverse: bool = ..., num_carries: _Optional[int] = ..., is_associative: _Optional[int] = ...) -> None: ...
 
 class HloComputationProto(_message.Message):
     __slots__ = ("name", "instructions", "program_shape", "id", "root_id")
@@ -313,22 +397,28 @@ class StackFrameIndexProto(_message.Message):
     def __init__(self, file_names: _Optional[_Iterable[str]] = ..., file_locations: _Optional[_Iterable[_Union[StackFrameIndexProto.FileLocation, _Mapping]]] = ..., stack_frames: _Optional[_Iterable[_Union[StackFrameIndexProto.StackFrame, _Mapping]]] = ...) -> None: ...
 
 class HloModuleProto(_message.Message):
-    __slots__ = ("name", "computations", "host_program_shape", "entry_computation_id", "input_output_alias", "stack_frame_index", "buffer_donor")
+    __slots__ = ("name", "computations", "host_program_shape", "entry_computation_id", "input_output_alias", "spmd_output_sharding", "spmd_parameters_shardings", "stack_frame_index", "buffer_donor", "frontend_attributes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     COMPUTATIONS_FIELD_NUMBER: _ClassVar[int]
     HOST_PROGRAM_SHAPE_FIELD_NUMBER: _ClassVar[int]
     ENTRY_COMPUTATION_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_OUTPUT_ALIAS_FIELD_NUMBER: _ClassVar[int]
+    SPMD_OUTPUT_SHARDING_FIELD_NUMBER: _ClassVar[int]
+    SPMD_PARAMETERS_SHARDINGS_FIELD_NUMBER: _ClassVar[int]
     STACK_FRAME_INDEX_FIELD_NUMBER: _ClassVar[int]
     BUFFER_DONOR_FIELD_NUMBER: _ClassVar[int]
+    FRONTEND_ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     computations: _containers.RepeatedCompositeFieldContainer[HloComputationProto]
     host_program_shape: ProgramShapeProto
     entry_computation_id: int
     input_output_alias: HloInputOutputAliasProto
+    spmd_output_sharding: OpSharding
+    spmd_parameters_shardings: _containers.RepeatedCompositeFieldContainer[OpSharding]
     stack_frame_index: StackFrameIndexProto
     buffer_donor: HloBufferDonorProto
-    def __init__(self, name: _Optional[str] = ..., computations: _Optional[_Iterable[_Union[HloComputationProto, _Mapping]]] = ..., host_program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., entry_computation_id: _Optional[int] = ..., input_output_alias: _Optional[_Union[HloInputOutputAliasProto, _Mapping]] = ..., stack_frame_index: _Optional[_Union[StackFrameIndexProto, _Mapping]] = ..., buffer_donor: _Optional[_Union[HloBufferDonorProto, _Mapping]] = ...) -> None: ...
+    frontend_attributes: FrontendAttributes
+    def __init__(self, name: _Optional[str] = ..., computations: _Optional[_Iterable[_Union[HloComputationProto, _Mapping]]] = ..., host_program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., entry_computation_id: _Optional[int] = ..., input_output_alias: _Optional[_Union[HloInputOutputAliasProto, _Mapping]] = ..., spmd_output_sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., spmd_parameters_shardings: _Optional[_Iterable[_Union[OpSharding, _Mapping]]] = ..., stack_frame_index: _Optional[_Union[StackFrameIndexProto, _Mapping]] = ..., buffer_donor: _Optional[_Union[HloBufferDonorProto, _Mapping]] = ..., frontend_attributes: _Optional[_Union[FrontendAttributes, _Mapping]] = ...) -> None: ...
 
 class DeviceAssignmentProto(_message.Message):
     __slots__ = ("replica_count", "computation_count", "computation_devices")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,9 +37,16 @@ options, and a flag in ``XLA_FLAGS`` replaces them.
 Source: DebugOptions in xla/xla.proto.
 """
 
-SHARDY = b"xla.sdy.meshes"
-"""Part of a program that is written for Shardy, XLA's newer partitioner.
-Source: ``kMeshesRoundTripAttr`` in xla/service/spmd/shardy/constants.h."""
+_MESHES, _SHARDY_SHARDING = "xla.sdy.meshes", "xla.sdy.sharding"
+"""Attributes of a program that is written for Shardy, XLA's newer partitioner, and of its instructions.
+Source: ``kMeshesRoundTripAttr`` and ``kShardingRoundTripAttr`` in xla/service/spmd/shardy/constants.h."""
+SHARDY = _MESHES.encode()
+"""Part of such a program."""
+_TO_MANUAL, _MANUAL_IN_SHARDY = "SPMDFullToShardShape", b"xla.sdy.manual_computation"
+"""Where a program begins to divide its arrays itself: the target of a call, and part of a name if it is for
+Shardy. Source: xla/service/spmd/spmd_partitioner.cc; xla/service/spmd/shardy/constants.h."""
+_WHOLE, _TILED, _MANUAL = 0, 3, 4
+"""Types of shardings. Source: Type of OpSharding in xla/xla_data.proto."""
 
 _STRICT = {"GE": "GT", "LE": "LT"}
 """Comparisons that hold for equal numbers, and the strict ones that order unequal numbers in the same way."""
@@ -47,7 +55,7 @@ Rewrite = Callable[["Replacement"], None]
 """Adds the instructions that replace another. The last gets the original's id: its users need no change."""
 
 
-def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) -> bytes:
+def for_jaxlib(module: bytes, replicas: int, partitions: int = 1) -> bytes:
     """Rewrite a serialised HloModuleProto for jaxlib's CPU client.
 
     - A dynamic slice, or the update of one, that takes its indices in one vector (``randperm`` of torch_xla)
@@ -61,11 +69,15 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
       becomes an all-gather whose rows are combined locally. A partitioned program has one too, if it is
       written for its devices, as TorchTPU's are.
 
-    - What a called computation returns loses its sharding, in a program that JAX has written for Shardy: XLA
-      would take the program for one of the older partitioner, and then refuse it.
+    Only in a partitioned program:
 
-    The others are for programs that are not partitioned: the partitioner adds collectives in forms that the
-    client knows.
+    - What a called computation returns loses its sharding, if JAX has written the program for Shardy: XLA
+      would take the program for one of the older partitioner, and then refuse it.
+    - For the gradient of a grouped convolution's kernel, the batch is divided among all devices, or not at
+      all. Where two devices have the same images, XLA's partitioner (jaxlib 0.10.2) adds the gradients of
+      both, and returns twice the gradient.
+
+    Only in others, because the partitioner adds collectives in forms that the client knows:
 
     - A reduce-scatter of several operands (``xm.reduce_scatter`` of a list) becomes one for each operand,
       because StableHLO's has a single one. Each gets a channel of its own: the runtime would otherwise
@@ -79,13 +91,13 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
     Args:
         module: the program.
         replicas: number of replicas in the job.
-        is_partitioned: whether several devices compute it together.
+        partitions: number of devices that compute a replica together.
 
     Returns:
         The rewritten program; `module` itself if nothing had to change.
     """
     parsed = hlo.parse_module(module)
-    if is_partitioned and SHARDY in module and _has_freed_results(parsed):
+    if partitions > 1 and SHARDY in module and _has_freed_results(parsed):
         module = parsed.SerializeToString()
     every = [instruction for computation in parsed.computations for instruction in computation.instructions]
     shapes = {instruction.id: instruction.shape for instruction in every}
@@ -98,7 +110,8 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
     comparisons = frozenset(
         computation.root_id for computation in parsed.computations if computation.id in orders
     )
-    rules = _Rules(replicas, is_partitioned, hlo.root_opcodes(parsed), shapes, comparisons)
+    division = _Division.of(module, parsed, partitions)
+    rules = _Rules(replicas, partitions, hlo.root_opcodes(parsed), shapes, comparisons, division)
     return rewritten(module, parsed, rules.rewrite_of)
 
 
@@ -159,17 +172,19 @@ class _Rules:
 
     Attributes:
         replicas: number of replicas in the job.
-        is_partitioned: whether several devices compute the program together.
+        partitions: number of devices that compute a replica together.
         roots: opcode of each computation's root, by the id of the computation.
         shapes: shape of each instruction, by id.
         comparisons: ids of the instructions that decide the order of a sort.
+        division: of arrays among all devices; None if the program divides them itself, or has one device.
     """
 
     replicas: int
-    is_partitioned: bool
+    partitions: int
     roots: Mapping[int, str]
     shapes: Mapping[int, Shape]
     comparisons: frozenset[int]
+    division: _Division | None
 
     def rewrite_of(self, instruction: Instruction) -> Rewrite | None:
         """Return the rewrite of an instruction; None if it stays."""
@@ -180,7 +195,10 @@ class _Rules:
         # This comes before the packing of operands, which is for reductions that the client supports.
         if instruction.opcode == "all-reduce" and (combine := self._bitwise(instruction)):
             return partial(_gather_and_combine, combine, self._group_size(instruction))
-        return None if self.is_partitioned else self._rewrite_for_replicas(instruction)
+        if self.partitions == 1:
+            return self._rewrite_for_replicas(instruction)
+        is_grouped_gradient = instruction.opcode == "convolution" and instruction.batch_group_count > 1
+        return partial(_divide_batch, self.division) if is_grouped_gradient and self.division else None
 
     def _takes_a_vector(self, instruction: Instruction) -> bool:
         # Only a dynamic slice has operands behind its arrays. Indices that are separate already are scalars.
@@ -208,7 +226,63 @@ class _Rules:
 
     def _group_size(self, instruction: Instruction) -> int:
         groups = hlo.listed_groups(instruction)
-        return len(groups[0].replica_ids) if groups else self.replicas
+        return len(groups[0]) if groups else self.replicas
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How an array is divided among all devices of a partitioned program.
+
+    Attributes:
+        devices: number of devices.
+        mesh: name of Shardy's mesh of all devices; empty in a program of the older partitioner.
+        axes: of that mesh, in Shardy's form.
+    """
+
+    devices: int
+    mesh: str = ""
+    axes: str = ""
+
+    @classmethod
+    def of(cls, module: bytes, parsed: Module, partitions: int) -> _Division | None:
+        """Return that of a program; None if the program itself divides arrays, or has one device."""
+        every = [
+            instruction for computation in parsed.computations for instruction in computation.instructions
+        ]
+        is_manual = any(
+            instruction.sharding.type == _MANUAL or instruction.custom_call_target == _TO_MANUAL
+            for instruction in every
+        )
+        if partitions == 1 or is_manual or _MANUAL_IN_SHARDY in module:
+            return None
+        if SHARDY not in module:
+            return cls(partitions)
+        # For example {mesh = #sdy.mesh<["data"=2, "model"=4]>}.
+        for name, axes in re.findall(
+            r"(\w+) = #sdy.mesh<\[([^]]*)\]", parsed.frontend_attributes.map[_MESHES]
+        ):
+            sizes = re.findall(r'("[^"]+")=(\d+)', axes)
+            if math.prod(int(size) for _, size in sizes) == partitions:
+                return cls(partitions, name, ", ".join(axis for axis, _ in sizes))
+        return None
+
+    def add(self, replacement: Replacement, operand: int, dimension: int) -> int:
+        """Divide an operand in a dimension, or keep it whole if that has no equal parts; return the id."""
+        shape = replacement.shape_of(operand)
+        divided = replacement.add("custom-call", shape, [operand])
+        divided.custom_call_target = "Sharding"
+        parts, axes = [1] * len(shape.dimensions), ["{}"] * len(shape.dimensions)
+        if shape.dimensions[dimension] % self.devices == 0:
+            parts[dimension], axes[dimension] = self.devices, f"{{{self.axes}}}"
+            divided.sharding.type = _TILED
+            divided.sharding.tile_assignment_dimensions[:] = parts
+            divided.sharding.tile_assignment_devices[:] = range(self.devices)
+        else:
+            divided.sharding.type = _WHOLE
+        if self.mesh:
+            value = f"#sdy.sharding_per_value<[<@{self.mesh}, [{', '.join(axes)}]>]>"
+            divided.frontend_attributes.map[_SHARDY_SHARDING] = value
+        return divided.id
 
 
 class _FreshNumbers:
@@ -343,6 +417,20 @@ def _reverse_kernel(replacement: Replacement) -> None:
         window.window_reversal = False
     # The original's users need no change.
     forwards.id = original.id
+
+
+def _divide_batch(division: _Division, replacement: Replacement) -> None:
+    original = replacement.original
+    numbers = original.convolution_dimension_numbers
+    # In the gradient of a kernel, these are the dimensions of the batch.
+    dimensions = numbers.input_feature_dimension, numbers.kernel_input_feature_dimension
+    operands = [
+        division.add(replacement, operand, dimension)
+        for operand, dimension in zip(original.operand_ids, dimensions, strict=True)
+    ]
+    divided = replacement.add_copy("divided", original.shape, operands)
+    # The original's users need no change.
+    divided.id = original.id
 
 
 def _pack_operands(replacement: Replacement) -> None:

@@ -131,9 +131,9 @@ def _call(
 ) -> _Call | None:
     """Return how a collective is called; None if the C library does not have it."""
     target = hlo.SHARED_TARGETS.get(instruction.opcode)
-    if target is None or hlo.follows_formula(instruction):
+    if target is None:
         return None
-    groups = [list(group.replica_ids) for group in hlo.listed_groups(instruction)] or [list(range(replicas))]
+    groups = hlo.listed_groups(instruction) or [list(range(replicas))]
     if instruction.opcode == "collective-permute":
         groups = [[pair.source, pair.target] for pair in instruction.source_target_pairs] or [[0, 0]]
         # In more operands, it writes into parts of arrays.

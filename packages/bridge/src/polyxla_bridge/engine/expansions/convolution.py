@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax import lax, numpy
 
-from polyxla_bridge.engine.expansions import inlining, partitioned, torch_library
+from polyxla_bridge.engine.expansions import inlining, torch_library
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 TARGET = "polyxla_convolution"
 """The C library's function."""
 LEAST_WORK = 1 << 22
-"""Multiplications below which XLA's convolution is as fast. This, and what `_TorchCall.is_faster` says, was
+"""Multiplications below which XLA's convolution is as fast. This, and what `_Convolution.is_faster` says, was
 measured with random sizes on 2 cores (``nox -s bench -- convolutions``)."""
 _LEAST_FEATURES = 8
 """Features of an image below which XLA's gradient of it is as fast, if the stride is not 1."""
@@ -34,18 +34,23 @@ class _Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class _TorchCall:
-    """A call of one of torch's convolutions: of three arrays, two are given, in this order, and one is made.
+class _Convolution:
+    """A convolution of torch that computes what one of XLA does, from XLA's operands.
+
+    The operands are two of the three arrays, in this order, and the third is the result.
 
     Attributes:
-        kind: what is computed.
+        kind: which of torch's computations it is.
         image: dimensions of the image: [batch, input feature, ...].
         kernel: dimensions of the kernel: [output feature, input feature, ...], without groups.
         result: dimensions of the convolution's result, or of its gradient: [batch, output feature, ...].
-        stride: of the convolution, as are the others.
+        stride: of torch's convolution, as are the next three.
         padding: on both sides.
         dilation: of the kernel.
         groups: of features.
+        order: for each dimension of the kernel, that of XLA's kernel.
+        is_reversed: whether XLA's kernel is torch's backwards.
+        dtype: of what is computed.
     """
 
     kind: _Kind
@@ -56,6 +61,9 @@ class _TorchCall:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    order: tuple[int, ...]
+    is_reversed: bool
+    dtype: str
 
     @property
     def is_possible(self) -> bool:
@@ -83,106 +91,51 @@ class _TorchCall:
         batch, _, *places = self.result
         return math.prod(self.kernel) * batch * math.prod(places) >= LEAST_WORK
 
-    @property
-    def made(self) -> tuple[int, ...]:
-        """Dimensions of what is made."""
-        return (self.result, self.image, self.kernel)[self.kind]
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether what is made is a sum over the batch."""
-        return self.kind is _Kind.KERNEL_GRADIENT
-
-    @property
-    def is_divided(self) -> tuple[bool, bool]:
-        """Which operands have the batch."""
-        return True, self.is_sum
-
-    def of_part(self, parts: int) -> _TorchCall:
-        """Return the call for one of several parts of the batch, of which the last may be filled up."""
-        batch = math.ceil(self.image[0] / parts)
-        return replace(self, image=(batch, *self.image[1:]), result=(batch, *self.result[1:]))
-
-    def __call__(self, first: jax.Array, second: jax.Array, /) -> jax.Array:
-        """Return what is made, in float32."""
-        call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(self.made, numpy.float32))  # type: ignore[no-untyped-call]
-        made: jax.Array = call(
-            first,
-            second,
+    def __call__(self, first: jax.Array, second: jax.Array) -> jax.Array:
+        """Return XLA's result."""
+        arrays = (self.result, self.image, self.kernel)
+        if self.kind is not _Kind.KERNEL_GRADIENT:
+            second = self._as_in_torch(second)
+        call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(arrays[self.kind], numpy.float32))  # type: ignore[no-untyped-call]
+        array: jax.Array = call(
+            first.astype(numpy.float32),
+            second.astype(numpy.float32),
             kind=np.int64(self.kind),
             stride=np.array(self.stride, np.int64),
             padding=np.array(self.padding, np.int64),
             dilation=np.array(self.dilation, np.int64),
             groups=np.int64(self.groups),
         )
-        return made
-
-
-@dataclass(frozen=True)
-class _Convolution:
-    """A convolution of torch that computes what one of XLA does, from XLA's operands.
-
-    Attributes:
-        call: torch's.
-        order: for each dimension of the kernel, that of XLA's kernel.
-        is_reversed: whether XLA's kernel is torch's backwards.
-        dtype: of what is computed.
-        is_divided: whether XLA's partitioner has yet to divide it.
-    """
-
-    call: _TorchCall
-    order: tuple[int, ...]
-    is_reversed: bool
-    dtype: str
-    is_divided: bool
-
-    def __call__(self, first: jax.Array, second: jax.Array) -> jax.Array:
-        """Return XLA's result."""
-        call = self.call
-        if call.kind is not _Kind.KERNEL_GRADIENT:
-            second = self._as_in_torch(second)
-        operands = [array.astype(numpy.float32) for array in (first, second)]
-        array = partitioned.placeholder(call, call.made, operands) if self.is_divided else call(*operands)
-        if call.kind is _Kind.KERNEL_GRADIENT:
+        if self.kind is _Kind.KERNEL_GRADIENT:
             array = lax.transpose(array, [self.order.index(i) for i in range(array.ndim)])
         return array.astype(self.dtype)
 
     def _as_in_torch(self, kernel: jax.Array) -> jax.Array:
-        kernel, groups = lax.transpose(kernel, self.order), self.call.groups
+        kernel = lax.transpose(kernel, self.order)
         if self.is_reversed:
             kernel = lax.rev(kernel, range(2, kernel.ndim))
-        if self.call.kind is _Kind.FORWARD or groups == 1:
+        if self.kind is _Kind.FORWARD or self.groups == 1:
             return kernel
         # For an image's gradient, XLA has the groups in the input features, torch in the output features.
         outputs, inputs, *lengths = kernel.shape
-        kernel = kernel.reshape(outputs, groups, inputs // groups, *lengths)
-        return numpy.swapaxes(kernel, 0, 1).reshape(outputs * groups, inputs // groups, *lengths)
+        kernel = kernel.reshape(outputs, self.groups, inputs // self.groups, *lengths)
+        return numpy.swapaxes(kernel, 0, 1).reshape(outputs * self.groups, inputs // self.groups, *lengths)
 
 
-def choose(
-    instruction: Instruction, program: inlining.Program, *, is_divided: bool = False
-) -> inlining.Function | None:
+def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
     """Return torch's function for a convolution; None for another instruction, or if XLA's is to stay.
 
     Whether torch's is taken follows from the sizes, and not from a measurement: a program's numbers would
     change from run to run.
-
-    Args:
-        instruction: any instruction.
-        program: its program.
-        is_divided: whether XLA's partitioner has yet to divide the program.
     """
     if instruction.opcode != "convolution":
         return None
-    operands = (program.instructions[number] for number in instruction.operand_ids)
-    found = _in_torch(instruction, *operands, is_divided=is_divided)
-    is_better = found is not None and found.call.is_possible and found.call.is_faster
+    found = _in_torch(instruction, *(program.instructions[number] for number in instruction.operand_ids))
+    is_better = found is not None and found.is_possible and found.is_faster
     return found if is_better and torch_library.is_open() else None
 
 
-def _in_torch(
-    instruction: Instruction, first: Instruction, second: Instruction, *, is_divided: bool
-) -> _Convolution | None:
+def _in_torch(instruction: Instruction, first: Instruction, second: Instruction) -> _Convolution | None:
     """Return torch's form of a convolution with these operands; None if it has none.
 
     It may be impossible.
@@ -208,21 +161,26 @@ def _in_torch(
         # torch_xla and jax reverse the kernel before the gradient of an image, TorchTPU within it.
         if spread == ones and not is_backwards and second.opcode != "reverse":
             sizes = tuple(other[dimension] for dimension in kernel)
-            call = _TorchCall(_Kind.FORWARD, image, sizes, dims, stride, low, dilation, groups)
-            return _Convolution(call, kernel, False, dtype, is_divided)
+            return _Convolution(
+                _Kind.FORWARD, image, sizes, dims, stride, low, dilation, groups, kernel, False, dtype
+            )
         if stride != ones:
             return None
         order = (kernel[1], kernel[0], *kernel[2:])
         sizes = tuple(other[dimension] for dimension in order)
         padding = tuple(d * (size - 1) - p for d, size, p in zip(dilation, sizes[2:], low, strict=True))
-        call = _TorchCall(_Kind.IMAGE_GRADIENT, dims, sizes, image, spread, padding, dilation, groups)
-        return _Convolution(call, order, not is_backwards, dtype, is_divided)
+        return _Convolution(
+            _Kind.IMAGE_GRADIENT,
+            *(dims, sizes, image, spread, padding, dilation, groups, order, not is_backwards, dtype),
+        )
     # XLA has the batch in the features.
     if inputs == kernel == (1, 0, *images[2:]) and spread == ones and groups == 1 and not is_backwards:
         order = (outputs[1], outputs[0], *outputs[2:])
         sizes = tuple(dims[dimension] for dimension in order)
-        call = _TorchCall(_Kind.KERNEL_GRADIENT, image, sizes, other, dilation, low, stride, batch_groups)
-        return _Convolution(call, order, False, dtype, is_divided)
+        return _Convolution(
+            _Kind.KERNEL_GRADIENT,
+            *(image, sizes, other, dilation, low, stride, batch_groups, order, False, dtype),
+        )
     return None
 
 

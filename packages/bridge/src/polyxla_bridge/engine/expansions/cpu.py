@@ -9,7 +9,6 @@ from polyxla_bridge.engine.expansions import (
     convolution,
     inlining,
     max_pool,
-    partitioned,
     product,
     sums,
     tpu,
@@ -32,17 +31,13 @@ def expanded(
         PjrtError: a step of a scan has an instruction that is not known.
     """
     choices: list[inlining.Choice] = list(tpu.CHOICES)
-    calls_torch = calls_torch and calls_library
-    if not is_partitioned:
-        choices.append(partial(sums.choose, calls_library=calls_library))
+    choices.append(partial(sums.choose, calls_library=calls_library))
+    if is_partitioned:
+        # XLA's partitioner divides the instruction for the gradient of max-pooling.
+        choices.append(batch_norm.choose)
+    else:
         choices.append(partial(max_pool.choose, calls_library=calls_library))
-        choices += [convolution.choose, product.choose] if calls_torch else []
-        return inlining.replace(module, *choices)
-    # The partitioner divides sums and products well.
-    choices += [partial(sums.choose, calls_library=False), batch_norm.choose]
-    if partitioned.can_divide(module):
-        choices += [partial(max_pool.choose, calls_library=True, is_divided=True)] if calls_library else []
-        choices += [partial(convolution.choose, is_divided=True)] if calls_torch else []
+    choices += [convolution.choose, product.choose] if calls_torch else []
     return inlining.replace(module, *choices)
 
 
@@ -59,4 +54,4 @@ def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
     """
     kernels.check(module)
     simple = expanded(module, is_partitioned=partitions > 1)
-    return hlo.with_layouts(rewrite.for_jaxlib(simple, replicas, is_partitioned=partitions > 1))
+    return hlo.with_layouts(rewrite.for_jaxlib(simple, replicas, partitions))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 from jax import lax, numpy
 
-from polyxla_bridge.engine.expansions import inlining, partitioned
+from polyxla_bridge.engine.expansions import inlining
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
@@ -34,7 +33,7 @@ _EARLIER: dict[str, Callable[..., Any]] = {"GE": lax.lt, "GT": lax.gt}
 
 
 def choose(
-    instruction: Instruction, program: inlining.Program, *, calls_library: bool, is_divided: bool = False
+    instruction: Instruction, program: inlining.Program, *, calls_library: bool
 ) -> inlining.Function | None:
     """Return the function that computes a max-pooling's gradient; None for any other instruction.
 
@@ -42,7 +41,6 @@ def choose(
         instruction: any instruction.
         program: its program.
         calls_library: whether the program may call the C library.
-        is_divided: whether XLA's partitioner has yet to divide the program.
     """
     if instruction.opcode != "select-and-scatter":
         return None
@@ -64,12 +62,8 @@ def choose(
     ]
     dtype, dims = hlo.array_type(instruction.shape)
     fits = dtype in _IN_LIBRARY and not any(is_pooled[:-_POOLED]) and math.prod(dims[-_POOLED:]) < 1 << 31
-    # The partitioner divides the first dimension, which must not be one of those that are pooled.
-    fits = fits and (len(dims) > _POOLED or not is_divided)
     if calls_library and fits:
-        return partial(_in_library, is_last=select == "GT", is_divided=is_divided, **numbers)
-    if is_divided:
-        return None
+        return partial(_in_library, is_last=select == "GT", **numbers)
     return partial(_gradient, is_chosen=_EARLIER[select], **numbers)
 
 
@@ -88,44 +82,6 @@ def _root(computation: Computation) -> str:
     return root.comparison_direction if root.opcode == "compare" else root.opcode
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of the C library, which pools the last dimensions of an array of four.
-
-    Attributes:
-        shape: of the array.
-        window: sizes of the windows, in the last dimensions, as are the next two.
-        stride: distances of windows.
-        low: elements before the array that the first window has.
-        is_last: whether the last of equal elements is the greatest.
-    """
-
-    shape: tuple[int, ...]
-    window: tuple[int, ...]
-    stride: tuple[int, ...]
-    low: tuple[int, ...]
-    is_last: bool
-
-    is_divided = True, True, False
-    is_sum = False
-
-    def of_part(self, parts: int) -> _Call:
-        """Return the call for one of several parts of the first dimension; the last may be filled up."""
-        return replace(self, shape=(math.ceil(self.shape[0] / parts), *self.shape[1:]))
-
-    def __call__(self, array: jax.Array, source: jax.Array, initial: jax.Array) -> jax.Array:
-        """Return the gradient of the array."""
-        call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(self.shape, numpy.float32))  # type: ignore[no-untyped-call]
-        gradient: jax.Array = call(
-            *(array, source, initial),
-            window=np.array(self.window, np.int64),
-            stride=np.array(self.stride, np.int64),
-            low=np.array(self.low, np.int64),
-            is_last=np.int64(self.is_last),
-        )
-        return gradient
-
-
 def _in_library(
     operand: jax.Array,
     source: jax.Array,
@@ -135,7 +91,6 @@ def _in_library(
     strides: list[int],
     low: list[int],
     is_last: bool,
-    is_divided: bool,
 ) -> jax.Array:
     """Return the gradient of the pooled array; numbers of other dtypes are added in float32."""
 
@@ -143,12 +98,20 @@ def _in_library(
         pooled = [*[1] * _POOLED, *array.shape][-_POOLED:]
         return lax.reshape(array.astype(numpy.float32), [math.prod(array.shape[:-_POOLED]), *pooled])
 
-    def numbers(of_all: list[int], missing: int) -> tuple[int, ...]:
-        return tuple([*[missing] * _POOLED, *of_all][-_POOLED:])
+    def numbers(of_all: list[int], missing: int) -> np.ndarray[Any, Any]:
+        return np.array([*[missing] * _POOLED, *of_all][-_POOLED:], np.int64)
 
-    operands = planes(operand), planes(source), initial.astype(numpy.float32)
-    call = _Call(operands[0].shape, numbers(size, 1), numbers(strides, 1), numbers(low, 0), is_last)
-    gradient = partitioned.placeholder(call, call.shape, operands) if is_divided else call(*operands)
+    array = planes(operand)
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(array.shape, array.dtype))  # type: ignore[no-untyped-call]
+    gradient = call(
+        array,
+        planes(source),
+        initial.astype(numpy.float32),
+        window=numbers(size, 1),
+        stride=numbers(strides, 1),
+        low=numbers(low, 0),
+        is_last=np.int64(is_last),
+    )
     whole: jax.Array = lax.reshape(gradient, operand.shape).astype(operand.dtype)
     return whole
 
