@@ -291,6 +291,20 @@ def test_each_device_runs_the_program_of_a_replica(engine: JaxEngine) -> None:
     assert executable.native["donated"] == {0}
 
 
+def test_arrays_that_are_padded_twice_have_both_paddings(engine: JaxEngine) -> None:
+    text = """HloModule edges, num_partitions=4
+    ENTRY main { x = f32[8] parameter(0), sharding={devices=[4]<=[4]}
+      one = f32[] constant(1) two = f32[] constant(2)
+      a = f32[16] pad(x, one), padding=4_4, sharding={devices=[4]<=[4]}
+      b = f32[16] pad(x, two), padding=4_4, sharding={devices=[4]<=[4]}
+      ROOT t = (f32[16], f32[16]) tuple(a, b), sharding={{devices=[4]<=[4]}, {devices=[4]<=[4]}} }"""
+    executable = engine.compile(hlo_module_from_text(text).as_serialized_hlo_module_proto(), options())
+    results = engine.execute_partitioned(executable, upload(engine))
+    for number, padding in enumerate([1, 2]):
+        whole = [value for row in results for value in download(engine, row[number])]
+        assert whole == [*[padding] * 4, *range(8), *[padding] * 4]
+
+
 SUMS = """HloModule sums, num_partitions=4
 add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
 ENTRY main { x = f32[2] parameter(0), sharding={manual}

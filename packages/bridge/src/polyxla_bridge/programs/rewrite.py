@@ -45,6 +45,8 @@ SHARDY = _MESHES.encode()
 _TO_MANUAL, _MANUAL_IN_SHARDY = "SPMDFullToShardShape", b"xla.sdy.manual_computation"
 """Where a program begins to divide its arrays itself: the target of a call, and part of a name if it is for
 Shardy. Source: xla/service/spmd/spmd_partitioner.cc; xla/service/spmd/shardy/constants.h."""
+_WITH_EDGES = ("pad", "reduce-window", "select-and-scatter")
+"""Instructions that add elements at the edges of an array."""
 _WHOLE, _TILED, _MANUAL = 0, 3, 4
 """Types of shardings. Source: Type of OpSharding in xla/xla_data.proto."""
 
@@ -76,6 +78,9 @@ def for_jaxlib(module: bytes, replicas: int, partitions: int = 1) -> bytes:
     - For the gradient of a grouped convolution's kernel, the batch is divided among all devices, or not at
       all. Where two devices have the same images, XLA's partitioner (jaxlib 0.10.2) adds the gradients of
       both, and returns twice the gradient.
+    - What adds elements at the edges of an array (a pad, a pooling) gets a copy of its own. The partitioner
+      keeps what it has added, and takes it for the next such instruction, too: of two pads of one array, with
+      zeros and with ones, both had zeros.
 
     Only in others, because the partitioner adds collectives in forms that the client knows:
 
@@ -198,7 +203,9 @@ class _Rules:
         if self.partitions == 1:
             return self._rewrite_for_replicas(instruction)
         is_grouped_gradient = instruction.opcode == "convolution" and instruction.batch_group_count > 1
-        return partial(_divide_batch, self.division) if is_grouped_gradient and self.division else None
+        if is_grouped_gradient and self.division:
+            return partial(_divide_batch, self.division)
+        return _copy_operands if instruction.opcode in _WITH_EDGES else None
 
     def _takes_a_vector(self, instruction: Instruction) -> bool:
         # Only a dynamic slice has operands behind its arrays. Indices that are separate already are scalars.
@@ -431,6 +438,17 @@ def _divide_batch(division: _Division, replacement: Replacement) -> None:
     divided = replacement.add_copy("divided", original.shape, operands)
     # The original's users need no change.
     divided.id = original.id
+
+
+def _copy_operands(replacement: Replacement) -> None:
+    original = replacement.original
+    copies = [
+        replacement.add("copy", replacement.shape_of(operand), [operand]).id
+        for operand in original.operand_ids
+    ]
+    alone = replacement.add_copy("alone", original.shape, copies)
+    # The original's users need no change.
+    alone.id = original.id
 
 
 def _pack_operands(replacement: Replacement) -> None:
