@@ -111,7 +111,7 @@ def test_jax_partitions_programs_over_an_emulated_v4(run: Run, slice_of: SliceOf
     whole = {"TPU_VISIBLE_CHIPS": "0,1,2,3", "JAX_FORCE_TPU_INIT": "1"}
     (done,) = run("jax_partitioned.py", environs=[environ | whole])
     assert done.returncode == 0, done.stderr[-3000:]
-    cases = ["columns", "call", "result", "gradient", "constraint", "scan", "shard_map"]
+    cases = ["columns", "call", "result", "gradient", "constraint", "scan", "kernel", "pads", "shard_map"]
     assert done.stdout.splitlines() == ["2.0", *(f"{case} True" for case in cases)]
 
 

@@ -67,7 +67,16 @@ def test_fsdp_computes_what_one_device_computes(
 
 @pytest.mark.parametrize(
     "divided",
-    ["batch", "batch on one axis", "batch, unevenly", "nothing", "height", "batch and kernel"],
+    [
+        "batch",
+        "batch on one axis",
+        "batch, unevenly",
+        "nothing",
+        "height",
+        "height on one axis",
+        "batch and height",
+        "batch and kernel",
+    ],
 )
 def test_convolutions_and_pooling_compute_what_one_device_computes(printed: Printed, divided: str) -> None:
     assert printed("spmd_convolutions.py", divided, replicas=4) == [["True"]]

@@ -75,9 +75,9 @@ def for_jaxlib(module: bytes, replicas: int, partitions: int = 1) -> bytes:
 
     - What a called computation returns loses its sharding, if JAX has written the program for Shardy: XLA
       would take the program for one of the older partitioner, and then refuse it.
-    - For the gradient of a grouped convolution's kernel, the batch is divided among all devices, or not at
-      all. Where two devices have the same images, XLA's partitioner (jaxlib 0.10.2) adds the gradients of
-      both, and returns twice the gradient.
+    - For the gradient of a convolution's kernel, the batch is divided among all devices, or nothing is. Where
+      two devices have the same images, or the same parts of them, XLA's partitioner (jaxlib 0.10.2) adds the
+      gradients of both, and returns twice the gradient.
     - What adds elements at the edges of an array (a pad, a pooling) gets a copy of its own. The partitioner
       keeps what it has added, and takes it for the next such instruction, too: of two pads of one array, with
       zeros and with ones, both had zeros.
@@ -202,8 +202,7 @@ class _Rules:
             return partial(_gather_and_combine, combine, self._group_size(instruction))
         if self.partitions == 1:
             return self._rewrite_for_replicas(instruction)
-        is_grouped_gradient = instruction.opcode == "convolution" and instruction.batch_group_count > 1
-        if is_grouped_gradient and self.division:
+        if self.division and instruction.opcode == "convolution" and _sums_batch(instruction):
             return partial(_divide_batch, self.division)
         return _copy_operands if instruction.opcode in _WITH_EDGES else None
 
@@ -424,6 +423,14 @@ def _reverse_kernel(replacement: Replacement) -> None:
         window.window_reversal = False
     # The original's users need no change.
     forwards.id = original.id
+
+
+def _sums_batch(convolution: Instruction) -> bool:
+    """Return whether a convolution is the gradient of a kernel: its window is larger than its result."""
+    spatial = convolution.convolution_dimension_numbers.output_spatial_dimensions
+    result = math.prod(convolution.shape.dimensions[dimension] for dimension in spatial)
+    window = math.prod(dimension.size for dimension in convolution.window.dimensions)
+    return convolution.batch_group_count > 1 or window > result
 
 
 def _divide_batch(division: _Division, replacement: Replacement) -> None:

@@ -50,6 +50,24 @@ summed = jax.shard_map(
     in_specs=(whole.spec, rows.spec),
     out_specs=whole.spec,
 )
+images = np.random.default_rng(0).standard_normal((4, 4, 6, 6), np.float32)
+kernel = np.ones((8, 2, 3, 3), np.float32)
+
+
+def convolution(kernel: Any, images: Any) -> Any:
+    return jnp.square(lax.conv_general_dilated(images, kernel, (1, 1), "VALID", feature_group_count=2)).sum()
+
+
+def of_kernel() -> Any:
+    parameter = torch.tensor(kernel, requires_grad=True)
+    torch.nn.functional.conv2d(torch.tensor(images), parameter, groups=2).square().sum().backward()
+    return parameter.grad
+
+
+def padded(x: Any) -> Any:
+    return [lax.pad(x, np.float32(edge), ((4, 4, 0), (0, 0, 0))) for edge in (0, 1)]
+
+
 cases = {
     "columns": (ws, w),
     "call": (jax.jit(lambda w, x: called(w, x) + 1)(ws, xs), y + 1),
@@ -60,6 +78,15 @@ cases = {
     ),
     "constraint": (jax.jit(lambda w, x: constrained(called(w, x)))(ws, xs), y * 2),
     "scan": (jax.jit(repeated)(ws, xs), np.tanh(np.tanh(x @ w) @ w)),
+    # Of what XLA's partitioner alone computes, the first is twice this, and the second has no ones.
+    "kernel": (
+        jax.jit(jax.grad(convolution), out_shardings=whole)(kernel, jax.device_put(images, rows)),
+        of_kernel(),
+    ),
+    "pads": (
+        jnp.stack(jax.jit(padded)(xs)),
+        np.stack([np.pad(x, ((4, 4), (0, 0)), constant_values=edge) for edge in (0, 1)]),
+    ),
     "shard_map": (jax.jit(summed)(w, xs), (x @ w)[:4] + (x @ w)[4:]),
 }
 for name, (found, expected) in cases.items():

@@ -19,6 +19,8 @@ DIVIDED = {
     "batch, unevenly": ((4, 1), (6, 3, 16, 16), (0, None, None, None), None),
     "nothing": ((4, 1), (8, 3, 16, 16), (None, None, None, None), None),
     "height": ((4, 1), (8, 3, 16, 16), (None, None, 0, None), None),
+    "height on one axis": ((2, 2), (8, 3, 16, 16), (None, None, 0, None), None),
+    "batch and height": ((2, 2), (8, 3, 16, 16), (0, None, 1, None), None),
     "batch and kernel": ((2, 2), (8, 3, 16, 16), (0, None, None, None), (1, None, None, None)),
 }
 """The mesh, the size of the images, and which axes divide the images and the first kernel."""
