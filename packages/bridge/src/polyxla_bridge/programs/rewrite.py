@@ -78,6 +78,8 @@ def for_jaxlib(module: bytes, replicas: int, partitions: int = 1) -> bytes:
     - For the gradient of a convolution's kernel, the batch is divided among all devices, or nothing is. Where
       two devices have the same images, or the same parts of them, XLA's partitioner (jaxlib 0.10.2) adds the
       gradients of both, and returns twice the gradient.
+    - For the gradient of max-pooling with windows that overlap, the first dimension is divided, or nothing is.
+      Divided in another one, it was wrong.
     - What adds elements at the edges of an array (a pad, a pooling) gets a copy of its own. The partitioner
       keeps what it has added, and takes it for the next such instruction, too: of two pads of one array, with
       zeros and with ones, both had zeros.
@@ -200,10 +202,15 @@ class _Rules:
         # This comes before the packing of operands, which is for reductions that the client supports.
         if instruction.opcode == "all-reduce" and (combine := self._bitwise(instruction)):
             return partial(_gather_and_combine, combine, self._group_size(instruction))
-        if self.partitions == 1:
-            return self._rewrite_for_replicas(instruction)
+        if self.partitions > 1:
+            return self._rewrite_for_partitioner(instruction)
+        return self._rewrite_for_replicas(instruction)
+
+    def _rewrite_for_partitioner(self, instruction: Instruction) -> Rewrite | None:
         if self.division and instruction.opcode == "convolution" and _sums_batch(instruction):
             return partial(_divide_batch, self.division)
+        if self.division and instruction.opcode == "select-and-scatter" and _overlaps(instruction):
+            return partial(_divide_pooling, self.division)
         return _copy_operands if instruction.opcode in _WITH_EDGES else None
 
     def _takes_a_vector(self, instruction: Instruction) -> bool:
@@ -272,10 +279,9 @@ class _Division:
                 return cls(partitions, name, ", ".join(axis for axis, _ in sizes))
         return None
 
-    def add(self, replacement: Replacement, operand: int, dimension: int) -> int:
-        """Divide an operand in a dimension, or keep it whole if that has no equal parts; return the id."""
-        shape = replacement.shape_of(operand)
-        divided = replacement.add("custom-call", shape, [operand])
+    def add(self, replacement: Replacement, array: int, shape: Shape, dimension: int) -> int:
+        """Divide an array in a dimension, or keep it whole if that has no equal parts; return the id."""
+        divided = replacement.add("custom-call", shape, [array])
         divided.custom_call_target = "Sharding"
         parts, axes = [1] * len(shape.dimensions), ["{}"] * len(shape.dimensions)
         if shape.dimensions[dimension] % self.devices == 0:
@@ -439,12 +445,28 @@ def _divide_batch(division: _Division, replacement: Replacement) -> None:
     # In the gradient of a kernel, these are the dimensions of the batch.
     dimensions = numbers.input_feature_dimension, numbers.kernel_input_feature_dimension
     operands = [
-        division.add(replacement, operand, dimension)
+        division.add(replacement, operand, replacement.shape_of(operand), dimension)
         for operand, dimension in zip(original.operand_ids, dimensions, strict=True)
     ]
     divided = replacement.add_copy("divided", original.shape, operands)
     # The original's users need no change.
     divided.id = original.id
+
+
+def _overlaps(pooling: Instruction) -> bool:
+    """Return whether windows overlap, and none reaches over the first dimension."""
+    first, *others = pooling.window.dimensions
+    return first.size == 1 and any(window.size > window.stride for window in others)
+
+
+def _divide_pooling(division: _Division, replacement: Replacement) -> None:
+    original = replacement.original
+    *arrays, initial = original.operand_ids
+    operands = [division.add(replacement, array, replacement.shape_of(array), 0) for array in arrays]
+    divided = replacement.add_copy("divided", original.shape, [*operands, initial])
+    division.add(replacement, divided.id, original.shape, 0)
+    # The original's users need no change.
+    replacement.instructions[-1].id = original.id
 
 
 def _copy_operands(replacement: Replacement) -> None:

@@ -44,7 +44,7 @@ mesh = xs.Mesh(np.arange(4), shape, ("first", "second"))
 torch.manual_seed(0)
 here = torch.nn.Sequential(
     torch.nn.Conv2d(3, 8, 3, padding=1),
-    torch.nn.MaxPool2d(2),
+    torch.nn.MaxPool2d(2, stride=1),
     torch.nn.Conv2d(8, 8, 3, stride=2, groups=2),
     torch.nn.ConvTranspose2d(8, 4, 3, stride=2),
 )
