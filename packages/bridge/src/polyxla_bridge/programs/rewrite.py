@@ -78,8 +78,8 @@ def for_jaxlib(module: bytes, replicas: int, partitions: int = 1) -> bytes:
     - For the gradient of a convolution's kernel, the batch is divided among all devices, or nothing is. Where
       two devices have the same images, or the same parts of them, XLA's partitioner (jaxlib 0.10.2) adds the
       gradients of both, and returns twice the gradient.
-    - For the gradient of max-pooling with windows that overlap, the first dimension is divided, or nothing is.
-      Divided in another one, it was wrong.
+    - For the gradient of max-pooling with windows that overlap, the first dimension is divided, or nothing
+      is. Divided in another one, it was wrong.
     - What adds elements at the edges of an array (a pad, a pooling) gets a copy of its own. The partitioner
       keeps what it has added, and takes it for the next such instruction, too: of two pads of one array, with
       zeros and with ones, both had zeros.
