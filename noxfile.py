@@ -572,14 +572,17 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run one benchmark: ``nox -s bench -- NAME [ARGUMENTS]``."""
+    """Run one benchmark, or all, also that of TorchTPU: ``nox -s bench -- NAME|all [ARGUMENTS]``."""
     files = ROOT.glob("benchmarks/*.py")
     # The other files are what the benchmarks share. That of a GPU runs on a machine of its own: docs/gpu.md.
     names = {path.stem for path in files if "__main__" in path.read_text()} - {TORCH_TPU_BENCHMARK, "device"}
     name, *arguments = session.posargs or [""]
-    if name not in names:
-        session.error(f"nox -s bench -- NAME, one of: {', '.join(sorted(names))}")
-    run_benchmark(session, name, arguments, WITH_TORCH_XLA, CONSTRAINTS)
+    if name not in (*names, "all"):
+        session.error(f"nox -s bench -- NAME, one of: all, {', '.join(sorted(names))}")
+    if name == "all":
+        session.notify("bench-torchtpu", arguments)
+    for each in sorted(names) if name == "all" else [name]:
+        run_benchmark(session, each, arguments, WITH_TORCH_XLA, CONSTRAINTS)
 
 
 @nox.session(name="bench-torchtpu")

@@ -1,9 +1,9 @@
 """Start-up time of the command line, and of an all-reduce on four replicas, compared with peers.
 
-    nox -s bench -- startup
+    nox -s bench -- startup [commands] [replicas] [--json]
 
-Each row is the best and the median of several runs in new processes, in seconds, and its ratio: that of the
-command line to the bare interpreter, that of a warm start of the replicas to a cold one, and to torchrun.
+A time is the best of several runs in new processes. A ratio is ours to the peer's: of the best times of
+commands, of the median times of replicas.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from harness import main, row
+
 RUNS = 9
 LAUNCHES = 5
+BARE = ["-c", "pass"]
 COMMANDS = {
-    "python -c pass": ["-c", "pass"],
     "import polyxla": ["-c", "import polyxla"],
     "polyxla --help": ["-m", "polyxla", "--help"],
     "polyxla runtimes --json": ["-m", "polyxla", "runtimes", "--json"],
@@ -29,54 +31,67 @@ COMMANDS = {
 ALL_REDUCE = str(Path(__file__).parent / "contestants" / "all_reduce.py")
 POLYXLA = ["-m", "polyxla", "run", "--devices", "4", ALL_REDUCE]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", ALL_REDUCE]
-AIMS = {"cold": 0.25, "torchrun, gloo": 1.0}
-"""The largest allowed ratio of a warm start to each of the others."""
 
 
-def seconds(arguments: list[str], environ: Mapping[str, str] = os.environ) -> float:
-    """Run python with these arguments once; return its wall time in seconds."""
-    started = time.perf_counter()
-    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=120, env=environ)
-    return time.perf_counter() - started
+class Runs(list[float]):
+    """Wall times of runs, in seconds."""
+
+    def add(self, arguments: list[str], environ: Mapping[str, str] = os.environ) -> None:
+        """Run python with these arguments."""
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, *arguments], check=True, capture_output=True, timeout=120, env=environ
+        )
+        self.append(time.perf_counter() - started)
+
+    @property
+    def median(self) -> float:
+        """The median, in seconds."""
+        return statistics.median(self)
+
+    def __str__(self) -> str:
+        return f"{min(self):.3f} s (median {self.median:.3f})"
 
 
-def command_line() -> None:
-    """Print the rows of the command line."""
-    print(f"{'command':<26}{'best s':>8}{'median s':>10}{'x python':>10}")
-    bare = 0.0
-    for name, arguments in COMMANDS.items():
-        seconds(arguments)  # The first run reads the files from disk.
-        runs = [seconds(arguments) for _ in range(RUNS)]
-        bare = bare or min(runs)
-        print(f"{name:<26}{min(runs):>8.3f}{statistics.median(runs):>10.3f}{min(runs) / bare:>10.1f}")
+def measure_commands() -> None:
+    """Compare commands with a bare interpreter."""
+    found: dict[str, Runs] = {}
+    for name, arguments in {"bare": BARE, **COMMANDS}.items():
+        Runs().add(arguments)  # The first run reads the files from disk.
+        found[name] = Runs()
+        for _ in range(RUNS):
+            found[name].add(arguments)
+    bare = found["bare"]
+    for name in COMMANDS:
+        row(f"start: {name} / python -c pass", found[name], bare, min(found[name]) / min(bare))
 
 
-def replicas() -> None:
-    """Print the rows of the all-reduce on four replicas, which take turns."""
+def measure_replicas() -> None:
+    """Compare an all-reduce on four replicas, cold and after a warm start, with torchrun; they take turns."""
     with tempfile.TemporaryDirectory() as directory:
         environ = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
         warm = {**environ, "XDG_RUNTIME_DIR": directory}
-        contestants = {
-            "warm": (POLYXLA, warm),
-            "cold": (POLYXLA, environ),
-            "torchrun, gloo": (TORCHRUN, environ),
-        }
-        subprocess.run([sys.executable, "-m", "polyxla", "warm", "on"], check=True, timeout=300, env=warm)
+        contestants = {"warm": (POLYXLA, warm), "cold": (POLYXLA, environ), "torchrun": (TORCHRUN, environ)}
+        found = {name: Runs() for name in contestants}
+        polyxla_warm = [sys.executable, "-m", "polyxla", "warm"]
+        # Standard output is for the rows.
+        subprocess.run([*polyxla_warm, "on"], check=True, timeout=300, env=warm, stdout=sys.stderr)
         try:
-            runs = {name: [seconds(*command)] for name, command in contestants.items()}
+            for arguments, environs in contestants.values():
+                Runs().add(arguments, environs)
             for _ in range(LAUNCHES):
-                for name, command in contestants.items():
-                    runs[name].append(seconds(*command))
+                for name, (arguments, environs) in contestants.items():
+                    found[name].add(arguments, environs)
         finally:
-            subprocess.run([sys.executable, "-m", "polyxla", "warm", "off"], check=True, timeout=60, env=warm)
-    print(f"\n{'all-reduce, 4 replicas':<26}{'best s':>8}{'median s':>10}{'warm x':>10}{'at most':>10}")
-    # Without the first, which reads the files from disk.
-    medians = {name: statistics.median(times[1:]) for name, times in runs.items()}
-    for name, median in medians.items():
-        aim = f"{AIMS[name]:>10.2f}" if name in AIMS else ""
-        print(f"{name:<26}{min(runs[name]):>8.2f}{median:>10.2f}{medians['warm'] / median:>10.2f}{aim}")
+            subprocess.run([*polyxla_warm, "off"], check=True, timeout=60, env=warm, stdout=sys.stderr)
+    warmed, cold, torchrun = found.values()
+    row("start: all-reduce, warm / cold", warmed, cold, warmed.median / cold.median, at_most=0.25)
+    row("start: all-reduce, warm / torchrun", warmed, torchrun, warmed.median / torchrun.median, at_most=1.0)
+    row("start: all-reduce, cold / torchrun", cold, torchrun, cold.median / torchrun.median)
+
+
+PARTS = {"commands": measure_commands, "replicas": measure_replicas}
 
 
 if __name__ == "__main__":
-    command_line()
-    replicas()
+    main(PARTS, globals())

@@ -1,16 +1,19 @@
-"""Time to compute the variables of the largest slices: ``python benchmarks/topology.py``.
+"""Time to compute the variables of the largest slices: ``nox -s bench -- topology [--json]``.
 
-Target: under 50 ms each. "one host" computes all processes of the slice on one host, as in an emulated slice;
-"last worker" computes the processes of one real host, with the addresses of all hosts.
+A time is the best of several, and a ratio is that to the longest allowed. "one host" computes all processes of
+the slice on one host, as in an emulated slice; "last worker" computes the processes of one real host, with the
+addresses of all hosts.
 """
 
 from __future__ import annotations
 
 import time
 
+from harness import main, row
+
 from polyxla.plugin import AcceleratorType, process_environments
 
-TARGET_MS = 50.0
+LONGEST_MS = 50.0
 ROUNDS = 7
 
 
@@ -27,9 +30,8 @@ def one_host(name: str) -> int:
     return len(process_environments(kind, bounds=kind.bounds.on_one_host()))
 
 
-def main() -> None:
-    """Print the best of several rounds for each slice."""
-    print(f"{'type':<14} {'case':<12} {'processes':>9} {'best ms':>8}  under {TARGET_MS:.0f} ms")
+def measure_slices() -> None:
+    """Measure each slice."""
     for name in ("v3-2048", "v4-4096", "v5litepod-256", "v5p-12288"):
         for case in (last_worker, one_host):
             times_ms = []
@@ -37,10 +39,11 @@ def main() -> None:
                 start = time.perf_counter()
                 processes = case(name)
                 times_ms.append((time.perf_counter() - start) * 1000)
-            verdict = "yes" if min(times_ms) < TARGET_MS else "NO"
-            label = case.__name__.replace("_", " ")
-            print(f"{name:<14} {label:<12} {processes:>9} {min(times_ms):>8.2f}  {verdict}")
+            title = f"topology: {name}, {case.__name__.replace('_', ' ')}"
+            best = min(times_ms)
+            ours = f"{best:.2f} ms ({processes} processes)"
+            row(title, ours, f"{LONGEST_MS:g} ms", best / LONGEST_MS, at_most=1.0)
 
 
 if __name__ == "__main__":
-    main()
+    main({"slices": measure_slices}, globals())
