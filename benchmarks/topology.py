@@ -1,8 +1,8 @@
 """Time to compute the variables of the largest slices: ``nox -s bench -- topology [--json]``.
 
-A time is the best of several, and a ratio is that to the longest allowed. "one host" computes all processes of
-the slice on one host, as in an emulated slice; "last worker" computes the processes of one real host, with the
-addresses of all hosts.
+A time is the best of several, and a ratio is that to the longest allowed. "one host" computes all processes
+of the slice on one host, as in an emulated slice; "last worker" computes the processes of one real host, with
+the addresses of all hosts.
 """
 
 from __future__ import annotations
