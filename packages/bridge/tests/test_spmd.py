@@ -82,6 +82,12 @@ def test_convolutions_and_pooling_compute_what_one_device_computes(printed: Prin
     assert printed("spmd_convolutions.py", divided, replicas=4) == [["True"]]
 
 
+def test_the_user_may_dump_programs(run: Run, tmp_path: Path) -> None:
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_module_re=nothing --xla_dump_compress_protos=true"
+    (done,) = run("spmd_convolutions.py", "batch", replicas=4, environs=[{"XLA_FLAGS": flags}])
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_tensors_under_spmd(printed: Printed) -> None:
     (lines,) = printed("spmd_tensors.py", replicas=4)
     assert lines == [

@@ -63,16 +63,34 @@ def divided(module: bytes, options: Any, compile_: Callable[[Any, Any], Any]) ->
     code = arguments.for_jaxlib(module, is_partitioned=True)
     donors = hlo.parse_module(code).buffer_donor
     code, may_choose = arguments.keep_result_shardings(cpu.rewritten(code, partitions, replicas))
-    build = options.executable_build_options
     if may_choose:
-        build.allow_spmd_sharding_propagation_to_output = may_choose
+        options.executable_build_options.allow_spmd_sharding_propagation_to_output = may_choose
+    result = _written_by_compiler(code, options, compile_)
+    _give_to_replicas(options)
+    result.name = name
+    # XLA took the program as StableHLO, which has no donors.
+    result.buffer_donor.CopyFrom(donors)
+    _make_replicas(result, partitions)
+    shardings = Module(
+        spmd_output_sharding=result.spmd_output_sharding,
+        spmd_parameters_shardings=result.spmd_parameters_shardings,
+    )
+    for field in ("spmd_output_sharding", "spmd_parameters_shardings"):
+        result.ClearField(field)
+    return result.SerializeToString(), shardings.SerializeToString()
+
+
+def _written_by_compiler(code: bytes, options: Any, compile_: Callable[[Any, Any], Any]) -> Module:
+    """Return the program as it is once the compiler has divided it."""
     own_options = list(options.env_option_overrides)
     with tempfile.TemporaryDirectory(prefix="polyxla-partitioning-") as folder:
         options.env_option_overrides = [
             *own_options,
             ("xla_dump_to", folder),
+            ("xla_dump_hlo_module_re", ".*"),
             ("xla_dump_hlo_pass_re", _DIVIDING),
             ("xla_dump_hlo_as_proto", True),
+            ("xla_dump_compress_protos", False),
             # The machine code is not used.
             ("xla_backend_optimization_level", 0),
         ]
@@ -81,25 +99,22 @@ def divided(module: bytes, options: Any, compile_: Callable[[Any, Any], Any]) ->
         except Exception:
             if not _written(folder):
                 raise
+        finally:
+            options.env_option_overrides = own_options
         (path,) = _written(folder)
-        result = HloModuleProtoWithConfig.FromString(path.read_bytes()).hlo_module
-    options.env_option_overrides = own_options
+        return HloModuleProtoWithConfig.FromString(path.read_bytes()).hlo_module
+
+
+def _give_to_replicas(options: Any) -> None:
+    """Let options for partitions be those for as many replicas, on the same devices."""
+    partitions, build = options.num_partitions, options.executable_build_options
     ids = np.array(hlo.assigned_devices(options.device_assignment.serialize()), np.int32)
     options.device_assignment = xla_client.DeviceAssignment.create(ids.reshape(partitions, 1))
-    options.num_replicas, options.num_partitions = partitions, 1
-    build.num_replicas, build.num_partitions = partitions, 1
+    options.num_replicas = build.num_replicas = partitions
+    options.num_partitions = build.num_partitions = 1
     build.use_spmd_partitioning = build.use_shardy_partitioner = False
     build.allow_spmd_sharding_propagation_to_parameters = [False]
     build.allow_spmd_sharding_propagation_to_output = [False]
-    result.name = name
-    # XLA took the program as StableHLO, which has no donors.
-    result.buffer_donor.CopyFrom(donors)
-    _make_replicas(result, partitions)
-    shardings = Module()
-    for name in ("spmd_output_sharding", "spmd_parameters_shardings"):
-        getattr(shardings, name).MergeFrom(getattr(result, name))
-        result.ClearField(name)
-    return result.SerializeToString(), shardings.SerializeToString()
 
 
 def _written(folder: str) -> list[Path]:

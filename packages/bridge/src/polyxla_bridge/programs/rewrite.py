@@ -436,7 +436,7 @@ def _sums_batch(convolution: Instruction) -> bool:
     spatial = convolution.convolution_dimension_numbers.output_spatial_dimensions
     result = math.prod(convolution.shape.dimensions[dimension] for dimension in spatial)
     window = math.prod(dimension.size for dimension in convolution.window.dimensions)
-    return convolution.batch_group_count > 1 or window > result
+    return convolution.batch_group_count > 1 or (convolution.feature_group_count <= 1 and window > result)
 
 
 def _divide_batch(division: _Division, replacement: Replacement) -> None:
