@@ -320,6 +320,29 @@ def test_arrays_that_are_padded_twice_have_both_paddings(engine: JaxEngine) -> N
         assert whole == [*[padding] * 4, *range(8), *[padding] * 4]
 
 
+def test_a_program_without_shardings_is_that_of_each_device(engine: JaxEngine) -> None:
+    # As TorchTPU's: each device has images of its own.
+    text = """HloModule each, num_partitions=4
+    ENTRY main { x = f32[4,2,4,4] parameter(0) y = f32[4,2,2,2] parameter(1)
+      ROOT w = f32[1,2,3,3] convolution(x, y), window={size=2x2}, dim_labels=fb01_io01->bf01,
+        batch_group_count=2 }"""
+    executable = engine.compile(hlo_module_from_text(text).as_serialized_hlo_module_proto(), options())
+    rows = []
+    for device in engine.devices:
+        sizes = (4, 2, 4, 4), (4, 2, 2, 2)
+        arrays = [np.full(dims, device.index + 1, np.float32) for dims in sizes]
+        rows.append(
+            [
+                engine.from_host(
+                    device, ArrayType("float32", array.shape), array.reshape(-1).view(np.uint8).data
+                )
+                for array in arrays
+            ]
+        )
+    results = engine.execute_partitioned(executable, rows)
+    assert [set(download(engine, gradient)) for (gradient,) in results] == [{16}, {64}, {144}, {256}]
+
+
 SUMS = """HloModule sums, num_partitions=4
 add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
 ENTRY main { x = f32[2] parameter(0), sharding={manual}

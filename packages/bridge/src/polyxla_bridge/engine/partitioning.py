@@ -2,7 +2,7 @@
 
 XLA's compiler first divides a program among its devices, and can write down what it then has. As the program
 of a replica, this is compiled like any other: its collectives go through shared memory, its convolutions are
-torch's.
+torch's. A program without shardings, such as TorchTPU's, is that of one device already.
 """
 
 from __future__ import annotations
@@ -60,16 +60,18 @@ def divided(module: bytes, options: Any, compile_: Callable[[Any, Any], Any]) ->
             Code.UNIMPLEMENTED,
             f"{name} has {replicas} replicas of {partitions} partitions; only one of the two may be above 1",
         )
-    code = arguments.for_jaxlib(module, is_partitioned=True)
-    donors = hlo.parse_module(code).buffer_donor
-    code, may_choose = arguments.keep_result_shardings(cpu.rewritten(code, partitions, replicas))
-    if may_choose:
-        options.executable_build_options.allow_spmd_sharding_propagation_to_output = may_choose
-    result = _written_by_compiler(code, options, compile_)
+    result = hlo.parse_module(module)
+    if rewrite.has_shardings(module, result):
+        code = arguments.for_jaxlib(module, is_partitioned=True)
+        donors = hlo.parse_module(code).buffer_donor
+        code, may_choose = arguments.keep_result_shardings(cpu.rewritten(code, partitions, replicas))
+        if may_choose:
+            options.executable_build_options.allow_spmd_sharding_propagation_to_output = may_choose
+        result = _written_by_compiler(code, options, compile_)
+        result.name = name
+        # XLA took the program as StableHLO, which has no donors.
+        result.buffer_donor.CopyFrom(donors)
     _give_to_replicas(options)
-    result.name = name
-    # XLA took the program as StableHLO, which has no donors.
-    result.buffer_donor.CopyFrom(donors)
     _make_replicas(result, partitions)
     shardings = Module(
         spmd_output_sharding=result.spmd_output_sharding,
@@ -95,7 +97,9 @@ def _written_by_compiler(code: bytes, options: Any, compile_: Callable[[Any, Any
             ("xla_backend_optimization_level", 0),
         ]
         try:
-            compile_(_jax.mlir.hlo_to_stablehlo(_ending(code)), options)
+            # For Shardy, the call would need a mesh.
+            ending = code if options.executable_build_options.use_shardy_partitioner else _ending(code)
+            compile_(_jax.mlir.hlo_to_stablehlo(ending), options)
         except Exception:
             if not _written(folder):
                 raise
@@ -123,9 +127,6 @@ def _written(folder: str) -> list[Path]:
 
 def _ending(module: bytes) -> bytes:
     """Return a program that calls a function that nobody has."""
-    # Shardy would need a mesh for the call.
-    if rewrite.SHARDY in module:
-        return module
     parsed = hlo.parse_module(module)
     entry = hlo.entry_of(parsed)
     number = 1 + max(each.id for computation in parsed.computations for each in computation.instructions)

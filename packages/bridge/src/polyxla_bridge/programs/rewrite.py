@@ -122,6 +122,17 @@ def for_jaxlib(module: bytes, replicas: int, partitions: int = 1) -> bytes:
     return rewritten(module, parsed, rules.rewrite_of)
 
 
+def has_shardings(module: bytes, parsed: Module) -> bool:
+    """Return whether a program says how arrays are divided. Otherwise it is that of each device.
+
+    Args:
+        module: a serialised HloModuleProto.
+        parsed: the same.
+    """
+    every = [instruction for computation in parsed.computations for instruction in computation.instructions]
+    return SHARDY in module or any(instruction.HasField("sharding") for instruction in every)
+
+
 def _has_freed_results(parsed: Module) -> bool:
     """Remove the shardings of what called computations return; return whether there were any."""
     roots = [
@@ -183,7 +194,7 @@ class _Rules:
         roots: opcode of each computation's root, by the id of the computation.
         shapes: shape of each instruction, by id.
         comparisons: ids of the instructions that decide the order of a sort.
-        division: of arrays among all devices; None if the program divides them itself, or has one device.
+        division: of arrays among all devices; None if nobody divides arrays, or the program itself does.
     """
 
     replicas: int
@@ -258,7 +269,7 @@ class _Division:
 
     @classmethod
     def of(cls, module: bytes, parsed: Module, partitions: int) -> _Division | None:
-        """Return that of a program; None if the program itself divides arrays, or has one device."""
+        """Return that of a program; None if nobody divides arrays, or the program itself does."""
         every = [
             instruction for computation in parsed.computations for instruction in computation.instructions
         ]
@@ -266,7 +277,8 @@ class _Division:
             instruction.sharding.type == _MANUAL or instruction.custom_call_target == _TO_MANUAL
             for instruction in every
         )
-        if partitions == 1 or is_manual or _MANUAL_IN_SHARDY in module:
+        is_divided = partitions > 1 and has_shardings(module, parsed)
+        if not is_divided or is_manual or _MANUAL_IN_SHARDY in module:
             return None
         if SHARDY not in module:
             return cls(partitions)
