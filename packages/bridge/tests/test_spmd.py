@@ -299,7 +299,7 @@ def test_each_device_runs_the_program_of_a_replica(engine: JaxEngine) -> None:
       ROOT t = (f32[32,16,3,3], f32[32,16,16,16]) tuple(gradient, twice),
         sharding={{replicated}, {devices=[4,1,1,1]<=[4]}} }"""
     executable = engine.compile(hlo_module_from_text(text).as_serialized_hlo_module_proto(), options())
-    assert hlo.called_targets(executable.optimized_hlo) == {"polyxla_convolution", "polyxla_all_reduce"}
+    assert hlo.called_targets(executable.optimized_hlo) == {"polyxla_convolution", "polyxla_all-reduce"}
     assert [output.dims for output in executable.outputs] == [(32, 16, 3, 3), (8, 16, 16, 16)]
     assert executable.meets == (("all-reduce (add) of float32[32,16,3,3]", ((0, 1, 2, 3),)),)
     # A part of the result takes the memory of a part of the argument.

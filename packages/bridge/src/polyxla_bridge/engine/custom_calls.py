@@ -16,7 +16,7 @@ Source: ``register_custom_call_target`` in jaxlib's xla_client.py, as is the pla
 
 @cache
 def register(target: str) -> None:
-    """Let programs call a function of the C library, by its name."""
-    function = jax.ffi.pycapsule(getattr(native.UNLOCKED, target))  # type: ignore[no-untyped-call]
+    """Let programs call a function of the C library by its name, which may have hyphens in a program."""
+    function = jax.ffi.pycapsule(getattr(native.UNLOCKED, target.replace("-", "_")))  # type: ignore[no-untyped-call]
     # `jax.ffi.register_ffi_target` would wait until jax opens a client of its own.
     _jax.register_custom_call_target(target, function, "Host", _TYPED, _DEFAULT)

@@ -72,15 +72,9 @@ _COLLECTIVES = (
 """Instructions that wait for other replicas. Source: HloOpcode in xla/hlo/ir/hlo_opcode.h."""
 Meet = tuple[str, tuple[tuple[int, ...], ...]]
 """A collective: its description, and the groups that meet in it; see `meets`."""
-SHARED_TARGETS = {
-    "all-gather": "polyxla_all_gather",
-    "all-reduce": "polyxla_all_reduce",
-    "all-to-all": "polyxla_all_to_all",
-    "collective-broadcast": "polyxla_collective_broadcast",
-    "collective-permute": "polyxla_collective_permute",
-    "reduce-scatter": "polyxla_reduce_scatter",
-}
-"""Functions of the C library that take the place of collectives; see `shared_collectives`."""
+SHARED_TARGETS = {kind: f"polyxla_{kind}" for kind in _COLLECTIVES if kind != "ragged-all-to-all"}
+"""What calls the C library in place of each collective; see `shared_collectives`. Who looks for one in an
+optimised program finds its name."""
 _SHARED_KINDS = {target: kind for kind, target in SHARED_TARGETS.items()}
 _ONE_WAY = ("collective-broadcast", "collective-permute")
 """Collectives in which a replica may be done before the others have begun."""
