@@ -21,7 +21,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import arguments, hlo, rewrite
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
-from polyxla_bridge.programs.hlo_pb2 import HloModuleProtoWithConfig
+from polyxla_bridge.programs.hlo_pb2 import HloModuleProtoWithConfig, OpSharding
 
 _DIVIDING = "spmd-partitioning"
 """The compiler's pass. Source: SpmdPartitioner in xla/service/spmd/spmd_partitioner.h."""
@@ -60,10 +60,10 @@ def divided(module: bytes, options: Any, compile_: Callable[[Any, Any], Any]) ->
             Code.UNIMPLEMENTED,
             f"{name} has {replicas} replicas of {partitions} partitions; only one of the two may be above 1",
         )
-    result = hlo.parse_module(module)
-    if rewrite.has_shardings(module, result):
-        code = arguments.for_jaxlib(module, is_partitioned=True)
-        donors = hlo.parse_module(code).buffer_donor
+    code = arguments.for_jaxlib(module, is_partitioned=True)
+    result = hlo.parse_module(code)
+    if rewrite.has_shardings(code, result):
+        donors = result.buffer_donor
         code, may_choose = arguments.keep_result_shardings(cpu.rewritten(code, partitions, replicas))
         if may_choose:
             options.executable_build_options.allow_spmd_sharding_propagation_to_output = may_choose
@@ -71,6 +71,8 @@ def divided(module: bytes, options: Any, compile_: Callable[[Any, Any], Any]) ->
         result.name = name
         # XLA took the program as StableHLO, which has no donors.
         result.buffer_donor.CopyFrom(donors)
+    else:
+        _say_whole(result)
     _give_to_replicas(options)
     _make_replicas(result, partitions)
     shardings = Module(
@@ -80,6 +82,16 @@ def divided(module: bytes, options: Any, compile_: Callable[[Any, Any], Any]) ->
     for field in ("spmd_output_sharding", "spmd_parameters_shardings"):
         result.ClearField(field)
     return result.SerializeToString(), shardings.SerializeToString()
+
+
+def _say_whole(parsed: Module) -> None:
+    """Add the shardings of arrays that are not divided; torch_xla reads them even if there are none."""
+    whole, shapes = OpSharding(), parsed.host_program_shape
+    parsed.spmd_parameters_shardings.extend(whole for _ in shapes.parameters)
+    parsed.spmd_output_sharding.CopyFrom(whole)
+    if shapes.result.element_type == hlo.TUPLE:
+        parsed.spmd_output_sharding.type = arguments.TUPLE_SHARDING
+        parsed.spmd_output_sharding.tuple_shardings.extend(whole for _ in shapes.result.tuple_shapes)
 
 
 def _written_by_compiler(code: bytes, options: Any, compile_: Callable[[Any, Any], Any]) -> Module:
