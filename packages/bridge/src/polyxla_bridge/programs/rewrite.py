@@ -270,15 +270,13 @@ class _Division:
     @classmethod
     def of(cls, module: bytes, parsed: Module, partitions: int) -> _Division | None:
         """Return that of a program; None if nobody divides arrays, or the program itself does."""
-        every = [
-            instruction for computation in parsed.computations for instruction in computation.instructions
-        ]
-        is_manual = any(
+        if partitions == 1 or _MANUAL_IN_SHARDY in module or not has_shardings(module, parsed):
+            return None
+        if any(
             instruction.sharding.type == _MANUAL or instruction.custom_call_target == _TO_MANUAL
-            for instruction in every
-        )
-        is_divided = partitions > 1 and has_shardings(module, parsed)
-        if not is_divided or is_manual or _MANUAL_IN_SHARDY in module:
+            for computation in parsed.computations
+            for instruction in computation.instructions
+        ):
             return None
         if SHARDY not in module:
             return cls(partitions)
