@@ -73,8 +73,8 @@ _COLLECTIVES = (
 Meet = tuple[str, tuple[tuple[int, ...], ...]]
 """A collective: its description, and the groups that meet in it; see `meets`."""
 SHARED_TARGETS = {kind: f"polyxla_{kind}" for kind in _COLLECTIVES if kind != "ragged-all-to-all"}
-"""What calls the C library in place of each collective; see `shared_collectives`. Who looks for one in an
-optimised program finds its name."""
+"""The call of the C library that replaces each collective; see `shared_collectives`. Its name contains the
+collective's, so that a search in an optimised program finds it."""
 _SHARED_KINDS = {target: kind for kind, target in SHARED_TARGETS.items()}
 _ONE_WAY = ("collective-broadcast", "collective-permute")
 """Collectives in which a replica may be done before the others have begun."""
