@@ -34,7 +34,10 @@ OTHERS_TIMEOUT_S = 300.0
 """Longest wait of a process that serves the others for them to end first, in seconds."""
 KEPT_BYTES = 1 << 30
 """Freed memory that glibc keeps, in bytes, and size of the largest array that may take it."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+ARENA_BYTES = 64 << 20
+"""Size of the pieces in which an arena of another thread than the main one grows and shrinks, in bytes.
+Source: HEAP_MAX_SIZE in glibc's arena.c."""
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 """Source: glibc's malloc.h."""
 FAILED = 1
 """Exit code of a process that an exception has ended, or whose last step failed after the program's end."""
@@ -117,6 +120,8 @@ def _keep_freed_memory() -> None:
     if option is not None and not chooses_kept_memory(own_environ()):
         # Only the main thread's arena has room for an array of more than 64 MiB.
         option(_M_ARENA_MAX, 1)
+        # An arena that a thread has made before keeps its last 64 MiB, too.
+        option(_M_TOP_PAD, ARENA_BYTES)
         option(_M_MMAP_THRESHOLD, KEPT_BYTES)
         option(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
