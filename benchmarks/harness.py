@@ -48,14 +48,25 @@ class Contestant:
         self.cpu_ms: list[float] = []
         self._pipes: list[Connection] = []
         with socket.create_server((HOST, 0), backlog=replicas) as listener:
-            listener.settimeout(START_TIMEOUT_S)
+            listener.settimeout(1)
             command = do(start, model, batch, listener.getsockname()[1])
             # Standard output is for the rows, and torch's gloo prints a line there for each of its processes.
             self._process = subprocess.Popen(command, env=os.environ | environ, stdout=subprocess.DEVNULL)
-            self._pipes = [Connection(listener.accept()[0].detach()) for _ in range(replicas)]
+            deadline = time.monotonic() + START_TIMEOUT_S
+            self._pipes = [Connection(self._accept(listener, deadline)) for _ in range(replicas)]
         # Compile, then measure how many steps make a round.
         self._run(3)
         self.steps = max(2, int(self.steps * ROUND_S / self._run(self.steps)[0]))
+
+    def _accept(self, listener: socket.socket, deadline: float) -> int:
+        """Return the descriptor of the next replica's connection."""
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                return listener.accept()[0].detach()
+            if self._process.poll() is not None:
+                raise SystemExit(f"a contestant ended with {self._process.returncode} before it connected")
+        self._process.kill()
+        raise SystemExit(f"a contestant has not connected in {START_TIMEOUT_S} s")
 
     def round(self) -> None:
         """Train for one round; record the samples per second and the CPU time of a thousand samples."""
