@@ -48,6 +48,11 @@ def computed() -> Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[
     import jax
     from jaxlib import _jax, xla_client
 
+    from polyxla_bridge.engine import custom_calls
+
+    for target in custom_calls.TARGETS:
+        custom_calls.register(target)
+
     def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
         (device,) = jax.devices("cpu")[:1]
         module, devices = _jax.mlir.hlo_to_stablehlo(data), _jax.DeviceList((device,))

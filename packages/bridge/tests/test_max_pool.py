@@ -13,7 +13,6 @@ import pytest
 import torch
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine import custom_calls
 from polyxla_bridge.engine.expansions import inlining, max_pool
 
 Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
@@ -33,7 +32,6 @@ def program(dtype: str, dims: list[int], pooled: list[int], window: str, select:
 
 
 def replaced(data: bytes, *, calls_library: bool) -> bytes:
-    custom_calls.register(max_pool.TARGET)
     return inlining.replace(data, partial(max_pool.choose, calls_library=calls_library))
 
 

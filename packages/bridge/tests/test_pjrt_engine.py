@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
+import logging
 import subprocess
 import sys
 import threading
@@ -18,12 +19,15 @@ from jaxlib import xla_client
 from polyxla_bridge import LIBRARY, pjrt_plugin
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Engine
+from polyxla_bridge.engine.expansions import convolution, sums, torch_library
+from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
 from polyxla_bridge.env import BridgeSettings, CacheOrigin, Coordinates
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu import client as libtpu
 from polyxla_bridge.plugin_client import plugin
 from polyxla_bridge.plugin_client.client import PluginClient
+from polyxla_bridge.programs import hlo, rewrite
 from polyxla_testing.engine_conformance import (
     ADD,
     DECOMPOSING,
@@ -301,6 +305,80 @@ def test_options_of_a_tpus_compiler_do_not_reach_another(cpu_plugin: Path) -> No
                 assert download(engine, four) == 4
         finally:
             engine.close()
+
+
+CONVOLVING = """HloModule convolving
+ENTRY main { x = f32[8,16,32,32] parameter(0) w = f32[32,16,3,3] parameter(1)
+  ROOT y = f32[8,32,30,30] convolution(x, w), window={size=3x3}, dim_labels=bf01_oi01->bf01 }"""
+SUMMING = f"""HloModule summing
+{ADD}
+ENTRY main {{ x = f32[16384,32] parameter(0) zero = f32[] constant(0)
+  ROOT y = f32[32] reduce(x, zero), dimensions={{0}}, to_apply=add }}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "target"),
+    [
+        (CONVOLVING, [(8, 16, 32, 32), (32, 16, 3, 3)], convolution.TARGET),
+        (SUMMING, [(16384, 32)], sums.TARGET),
+    ],
+)
+def test_programs_call_the_library_and_are_stored(
+    text: str, shapes: list[tuple[int, ...]], target: str, open_engine: OpenEngine
+) -> None:
+    engine, generator = open_engine(1), np.random.default_rng(0)
+    hosts = [generator.standard_normal(shape).astype(np.float32) for shape in shapes]
+    executable = compiled(engine, text)
+    loaded = engine.deserialize(engine.serialize(executable))
+    found = []
+    for program in (executable, loaded):
+        assert hlo.called_targets(program.optimized_hlo) == {target}
+        (result,) = engine.execute(program, engine.devices[0], [upload(engine, host) for host in hosts])
+        found.append(download(engine, result))
+    np.testing.assert_array_equal(*found)
+    jax_engine = JaxEngine(BridgeSettings(has_torch_kernels=False))
+    try:
+        arrays = [upload(jax_engine, host) for host in hosts]
+        (result,) = jax_engine.execute(compiled(jax_engine, text), jax_engine.devices[0], arrays)
+        np.testing.assert_allclose(found[0], download(jax_engine, result), rtol=1e-4, atol=1e-3)
+    finally:
+        jax_engine.close()
+
+
+def test_a_program_for_torchs_library_is_not_loaded_without_it(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(1)
+    stored = engine.serialize(compiled(engine, CONVOLVING))
+    monkeypatch.setattr(torch_library, "is_open", lambda: False)
+    with pytest.raises(PjrtError, match="calls torch's library, and this process cannot open it"):
+        engine.deserialize(stored)
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [("polyxla_bridge.abi.EXTENSION_TYPE_FFI", -1), ("polyxla_bridge.plugin_client.plugin.FFI_MINOR", 1000)],
+)
+def test_a_plugin_that_knows_no_such_functions_computes_without_them(
+    lacking: tuple[str, int], open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Older versions of XLA lack this option.
+    monkeypatch.setattr(rewrite, "FUSION_OPTION", "xla_no_such_option")
+    monkeypatch.setattr(*lacking)
+    engine = open_engine(1)
+    executable = compiled(engine, SUMMING)
+    assert not hlo.called_targets(executable.optimized_hlo)
+    array = upload(engine, np.ones((16384, 32), np.float32))
+    (result,) = engine.execute(executable, engine.devices[0], [array])
+    assert download(engine, result).tolist() == [16384] * 32
+
+
+def test_a_function_that_the_plugin_refuses_is_reported(
+    cpu_plugin: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert not plugin.load(cpu_plugin).register("polyxla_nothing", 0)
+    assert "cannot call polyxla_nothing: FFI handler cannot be null" in caplog.text
 
 
 def test_a_platform_that_is_no_tpu_gets_no_instructions_of_a_tpu(cpu_plugin: Path) -> None:

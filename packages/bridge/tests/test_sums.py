@@ -13,7 +13,6 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine import custom_calls
 from polyxla_bridge.engine.expansions import inlining, sums
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
@@ -66,7 +65,6 @@ def columns(dims: str, dimensions: str, result: str, dtype: str = "f32", initial
 
 
 def in_library(data: bytes) -> bytes:
-    custom_calls.register(sums.TARGET)
     return inlining.replace(data, partial(sums.choose, calls_library=True))
 
 

@@ -365,6 +365,8 @@ class LaterApi(Api):
 
 EXTENSION_TYPE_PROFILER = 1
 """``PJRT_Extension_Type_Profiler``."""
+EXTENSION_TYPE_FFI = 5
+"""``PJRT_Extension_Type_FFI``."""
 EXTENSION_TYPE_HOST_MEMORY_ALLOCATOR = 23
 """``PJRT_Extension_Type_HostMemoryAllocator``. Source: the extension of this size of libtpu 0.0.52."""
 
@@ -373,10 +375,10 @@ def _plain(name: str, *fields: tuple[str, Any]) -> type[Structure]:
     return type(name, (Structure,), {"_fields_": fields})
 
 
-_BASE = _plain("ExtensionBase", *_fields("struct_size:n type:i next:p"))
+ExtensionBase = _plain("ExtensionBase", *_fields("struct_size:n type:i next:p"))
 
 ProfilerExtension = _plain(
-    "ProfilerExtension", ("base", _BASE), *_fields("profiler_api:p traceme_context_id:q")
+    "ProfilerExtension", ("base", ExtensionBase), *_fields("profiler_api:p traceme_context_id:q")
 )
 ProfilerApi = _plain(
     "ProfilerApi",
@@ -390,7 +392,7 @@ ProfilerCollectData = _plain(
     "ProfilerCollectData", *_fields("struct_size:n profiler:p buffer:p buffer_size_in_bytes:n")
 )
 PROFILER: dict[str, type[Structure]] = {
-    "PJRT_Extension_Base": _BASE,
+    "PJRT_Extension_Base": ExtensionBase,
     "PJRT_Profiler_Extension": ProfilerExtension,
     "PLUGIN_Profiler_Api": ProfilerApi,
     "PLUGIN_Profiler_Create_Args": ProfilerCreate,
@@ -398,10 +400,23 @@ PROFILER: dict[str, type[Structure]] = {
 }
 """The structs of the profiler extension, by their names in C."""
 
+FfiExtension = _plain(
+    "FfiExtension", ("base", ExtensionBase), *_fields("type_register:p user_data_add:p register_handler:p")
+)
+RegisterHandler = _plain(
+    "RegisterHandler",
+    *_fields("struct_size:n target_name:p target_name_size:n handler:p platform_name:p"),
+    *_fields("platform_name_size:n traits:i"),
+)
+"""The extension for functions that programs call, and the arguments of its ``register_handler``.
+
+Source: pjrt_c_api_ffi_extension.h of XLA.
+"""
+
 HOST_MEMORY: dict[str, type[Structure]] = {
-    "PJRT_Extension_Base": _BASE,
+    "PJRT_Extension_Base": ExtensionBase,
     "PJRT_HostMemoryAllocator_Extension": _plain(
-        "HostMemoryAllocatorExtension", ("base", _BASE), *_fields("allocate:p")
+        "HostMemoryAllocatorExtension", ("base", ExtensionBase), *_fields("allocate:p")
     ),
     "PJRT_HostMemoryAllocator_Allocate_Args": _struct(
         "HostMemoryAllocator_Allocate_Args", "client:p size:n numa_node:i ptr:p deleter:p deleter_arg:p"
@@ -416,7 +431,7 @@ EXTENSION_TYPE_CROSS_HOST_TRANSFERS = 12
 """``PJRT_Extension_Type_CrossHostTransfers``."""
 CrossHostTransfersExtension = _plain(
     "CrossHostTransfersExtension",
-    ("base", _BASE),
+    ("base", ExtensionBase),
     *_fields("make_receive_buffers:p copy_to_remote_device:p receive_buffers:p send_buffers:p"),
 )
 MakeCrossHostReceiveBuffers = _struct(
@@ -443,7 +458,7 @@ EXTENSION_TYPE_TPU_TOPOLOGY = 16
 """``PJRT_Extension_Type_TpuTopology``. Source: the extension of this size of libtpu 0.0.52."""
 TpuTopologyExtension = _plain(
     "TpuTopologyExtension",
-    ("base", _BASE),
+    ("base", ExtensionBase),
     *_fields(
         "subslice:p is_subslice_topology:p subslice_device_id_from_full_device_id:p replace_host_bounds:p "
         "is_enhanced_barrier_enabled:p has_limited_ici_connectivity:p is_reachable_over_limited_ici:p "

@@ -103,15 +103,17 @@ POLYXLA_SHARED_MEMORY = "POLYXLA_SHARED_MEMORY"
 Default: ``on`` (also ``1``).
 """
 
-_MALLOC_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+_MALLOC_SETTINGS = (
+    *("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"),
+)
 """Variables by which a user decides what freed memory glibc keeps, in place of the bridge.
 Default: not set; the bridge lets it keep arrays of up to 1 GiB.
 Source: mallopt(3) and ld.so(8).
 """
 
 POLYXLA_CPU_KERNELS = "POLYXLA_CPU_KERNELS"
-"""Whose convolutions and products CPU replicas and emulated chips compute with: ``torch``, where its library
-has faster ones than XLA, or ``xla``.
+"""Whose convolutions and products CPU replicas, emulated chips and XLA's CPU client as a plugin compute with:
+``torch``, where its library has faster ones than XLA, or ``xla``.
 Default: ``torch``.
 """
 

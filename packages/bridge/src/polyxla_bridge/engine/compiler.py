@@ -13,7 +13,7 @@ from jaxlib import _jax, xla_client
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import custom_calls, numbering, partitioning
 from polyxla_bridge.engine.clients import Clients, JaxProgram
-from polyxla_bridge.engine.expansions import cpu, max_pool, sums, torch_library
+from polyxla_bridge.engine.expansions import cpu, torch_library
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import POLYXLA_CPU_KERNELS, POLYXLA_SHARED_MEMORY, BridgeSettings
 from polyxla_bridge.errors import PjrtError
@@ -21,9 +21,8 @@ from polyxla_bridge.programs import arguments, cache, hlo, kernels, rewrite, sha
 from polyxla_bridge.programs.compile_once import CompileCoordinator, CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 
-COMPILER_OPTIONS: dict[str, str | bool] = {**rewrite.CPU_OPTIONS, "xla_cpu_experimental_ynn_fusion_type": ""}
-"""XLA options that replace XLA's defaults and the framework's. With YNNPACK's kernels, a step of a small
-convnet took 1.2 times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
+COMPILER_OPTIONS: dict[str, str | bool] = {**rewrite.CPU_OPTIONS, rewrite.FUSION_OPTION: ""}
+"""XLA options that replace XLA's defaults and the framework's."""
 COMPILER = f"jaxlib {version('jaxlib')}"
 """Name and version of the compiler, for the files of its programs."""
 
@@ -54,7 +53,7 @@ class Compiler(CompileOnce):
         super().__init__(kept, coordinator if settings.processes > 1 else None)
         self._settings = settings
         self._clients = clients
-        for target in (max_pool.TARGET, sums.TARGET):
+        for target in custom_calls.TARGETS:
             custom_calls.register(target)
 
     def is_serializable(self, executable: Executable) -> bool:
@@ -146,13 +145,7 @@ class Compiler(CompileOnce):
                 Code.INVALID_ARGUMENT,
                 f"{unpacked.executable.name} was compiled for replicas that share memory, and these do not",
             )
-        targets = hlo.called_targets(unpacked.executable.optimized_hlo)
-        if not targets.isdisjoint(torch_library.TARGETS) and not torch_library.is_open():
-            raise PjrtError(
-                Code.INVALID_ARGUMENT,
-                f"{unpacked.executable.name} calls torch's library, and this process cannot open it; "
-                f"compile it here, or with {POLYXLA_CPU_KERNELS}=xla",
-            )
+        torch_library.check(unpacked.executable)
         try:
             program.on(self._first(unpacked.executable.devices))
         except Exception as error:

@@ -10,7 +10,7 @@ from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import numbering
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
-from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.env import POLYXLA_CPU_KERNELS, BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import programs
 from polyxla_bridge.plugin_client.client import PluginClient
@@ -74,11 +74,21 @@ class PluginCompiler(CompileOnce):
         self, settings: BridgeSettings, client: PluginClient, on_lookup: Callable[[bool], None] | None
     ) -> None:
         self.name = f"{client.platform} ({client.platform_version}) API {abi.MAJOR}.{client.plugin.minor}"
-        super().__init__(cache.for_job(settings, {"plugin": self.name}, on_lookup), None)
         self._settings = settings
         self._client = client
         self._local = [index for index, device in enumerate(client.devices) if device.is_local]
         self._is_cpu = client.platform == CPU
+        self._calls_library = False
+        options = {"plugin": self.name}
+        if self._is_cpu:
+            # These modules import jax, which other plugins do not need.
+            from polyxla_bridge.engine import custom_calls
+            from polyxla_bridge.engine.expansions import torch_library
+
+            self._calls_library = custom_calls.register_all(client.plugin)
+            has_torch = self._calls_library and settings.has_torch_kernels
+            options[POLYXLA_CPU_KERNELS] = torch_library.NAME if has_torch else ""
+        super().__init__(cache.for_job(settings, options, on_lookup), None)
         self._joint: dict[tuple[str, ...], JointProgram] = {}
 
     def is_serializable(self, executable: Executable) -> bool:
@@ -104,7 +114,7 @@ class PluginCompiler(CompileOnce):
             if may_choose:
                 build.allow_spmd_sharding_propagation_to_output[:] = may_choose
         chosen = self._options(asked, order, is_portable=self._is_portable(code, partitions, order))
-        loaded = programs.compile_hlo(self._client, code, self._with_ids(chosen))
+        loaded, chosen = self._compile(code, chosen)
         optimized = _optimized(loaded)
         executable = Executable(
             name=hlo.module_name(hlo_module),
@@ -144,7 +154,13 @@ class PluginCompiler(CompileOnce):
         from polyxla_bridge.engine.expansions import cpu, tpu
 
         if self._is_cpu:
-            return cpu.rewritten(hlo_module, partitions, devices // partitions)
+            # XLA's partitioner would compute a call of the library as a whole on each device.
+            may_call = self._calls_library and partitions == 1
+            calls_torch = may_call and self._settings.has_torch_kernels
+            replicas = devices // partitions
+            return cpu.rewritten(
+                hlo_module, partitions, replicas, calls_library=may_call, calls_torch=calls_torch
+            )
         return tpu.expanded(hlo_module)
 
     def _is_portable(self, code: bytes, partitions: int, order: Sequence[int]) -> bool:
@@ -176,11 +192,29 @@ class PluginCompiler(CompileOnce):
                 start = partition * build.num_replicas
                 ids = order[start : start + build.num_replicas]
                 assignment.computation_devices.add(replica_device_ids=ids)
-        # A flag that the user sets takes precedence.
         for name, value in rewrite.CPU_OPTIONS.items() if self._is_cpu else ():
-            if name not in self._settings.xla_flags:
+            if not self._is_users(name):
                 chosen.env_option_overrides[name].bool_field = value
         return chosen.SerializeToString()
+
+    def _is_users(self, option: str) -> bool:
+        """Return whether the user sets an XLA option, which then takes precedence."""
+        return option in self._settings.xla_flags
+
+    def _compile(self, code: bytes, chosen: bytes) -> tuple[LoadedProgram, bytes]:
+        """Compile a program; return it with its options."""
+        if not self._is_cpu or self._is_users(rewrite.FUSION_OPTION):
+            return programs.compile_hlo(self._client, code, self._with_ids(chosen)), chosen
+        faster = CompileOptionsProto.FromString(chosen)
+        faster.env_option_overrides[rewrite.FUSION_OPTION].string_field = ""
+        options = faster.SerializeToString()
+        try:
+            return programs.compile_hlo(self._client, code, self._with_ids(options)), options
+        except PjrtError as error:
+            # An older compiler lacks the option, and the kernels that it turns off.
+            if rewrite.FUSION_OPTION not in error.message:
+                raise
+        return programs.compile_hlo(self._client, code, self._with_ids(chosen)), chosen
 
     def _with_ids(self, options: bytes) -> bytes:
         """Return a program's options with the plugin's numbers of the devices."""
@@ -226,6 +260,10 @@ class PluginCompiler(CompileOnce):
         middle = _LENGTHS.size + length
         end = middle + source_length
         options, source, native = whole[_LENGTHS.size : middle], whole[middle:end], whole[end:]
+        if self._is_cpu:
+            from polyxla_bridge.engine.expansions import torch_library
+
+            torch_library.check(unpacked.executable)
         loaded = programs.load(self._client, native, self._with_ids(options))
         return self._attach(unpacked.executable, loaded, options, source, native if self._is_cpu else b"")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -135,6 +136,12 @@ are used here, plugins accept shorter ones, except for `abi.execute_options`. Tr
 0.11.2 (0.115), and with libtpu 0.0.21 (0.75) and 0.0.52 (0.117) as far as compiling.
 """
 
+FFI_MINOR = 115
+"""The oldest API version whose plugins call the C library: XLA appends to its foreign function interface, and
+the library's handlers are of the version that such plugins have. Tried with lammps-jax-pjrt-cpu 0.11.2.
+"""
+
+_log = logging.getLogger("polyxla.bridge")
 _loaded: dict[Path, Plugin] = {}
 _loading = threading.Lock()
 
@@ -223,6 +230,43 @@ class Plugin:
         arguments = abi.ARGS[name](struct_size=ctypes.sizeof(abi.ARGS[name]), **fields)
         self.check(self.function(name)(arguments))
         return arguments
+
+    def register(self, target: str, handler: int) -> bool:
+        """Let programs on the host's CPU call a function by its name; return whether they can.
+
+        Args:
+            target: the name.
+            handler: address of a handler of XLA's foreign function interface.
+        """
+        extension = self._extension(abi.EXTENSION_TYPE_FFI)
+        if extension is None or self.minor < FFI_MINOR:
+            return False
+        name, platform = Text(target), Text("Host")
+        arguments = abi.RegisterHandler(
+            struct_size=ctypes.sizeof(abi.RegisterHandler),
+            target_name=name.address,
+            target_name_size=name.size,
+            handler=handler,
+            platform_name=platform.address,
+            platform_name_size=platform.size,
+        )
+        type_ = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(abi.RegisterHandler))
+        try:
+            self.check(type_(abi.FfiExtension.from_address(extension).register_handler)(arguments))
+        except PjrtError as error:
+            _log.info("programs on %s cannot call %s: %s", self.path, target, error.message)
+            return False
+        return True
+
+    def _extension(self, type_: int) -> int | None:
+        """Return the address of an extension; None if the plugin has none of this type."""
+        at = self._api.extension_start
+        while at:
+            base = abi.ExtensionBase.from_address(at)
+            if base.type == type_:
+                return int(at)
+            at = base.next
+        return None
 
     def check(self, error: int | None) -> None:
         """Raise the error that a function returned, if it returned one.

@@ -36,6 +36,10 @@ torch_xla's own client has and TorchTPU sends, ``max`` and ``min`` lose NaN. The
 options, and a flag in ``XLA_FLAGS`` replaces them.
 Source: DebugOptions in xla/xla.proto.
 """
+FUSION_OPTION = "xla_cpu_experimental_ynn_fusion_type"
+"""An option of XLA's newer CPU compilers, which is set to nothing: with YNNPACK's kernels, a step of a small
+convnet took 1.2 times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``).
+"""
 
 _MESHES, _SHARDY_SHARDING = "xla.sdy.meshes", "xla.sdy.sharding"
 """Attributes of a program that is written for Shardy, XLA's newer partitioner, and of its instructions.

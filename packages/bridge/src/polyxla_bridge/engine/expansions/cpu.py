@@ -41,17 +41,28 @@ def expanded(
     return inlining.replace(module, *choices)
 
 
-def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
+def rewritten(
+    module: bytes,
+    partitions: int,
+    replicas: int,
+    *,
+    calls_library: bool = False,
+    calls_torch: bool = False,
+) -> bytes:
     """Rewrite a serialised HloModuleProto as for jaxlib's CPU client.
 
     Args:
         module: the program.
         partitions: number of devices that compute one replica together.
         replicas: number of replicas.
+        calls_library: whether the program may call the C library.
+        calls_torch: whether it may call torch's functions through that.
 
     Raises:
         PjrtError: the program has kernels for TPU cores.
     """
     kernels.check(module)
-    simple = expanded(module, is_partitioned=partitions > 1)
+    simple = expanded(
+        module, is_partitioned=partitions > 1, calls_library=calls_library, calls_torch=calls_torch
+    )
     return hlo.with_layouts(rewrite.for_jaxlib(simple, replicas, partitions))

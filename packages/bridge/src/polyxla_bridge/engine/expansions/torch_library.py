@@ -9,7 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from polyxla_bridge import native
-from polyxla_bridge.engine import custom_calls
+from polyxla_bridge.abi import Code
+from polyxla_bridge.env import POLYXLA_CPU_KERNELS
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.executable import Executable
 
 NAME = f"torch {version('torch')}" if importlib.util.find_spec("torch") else ""
 """Its name and version; empty if torch is not installed."""
@@ -27,7 +31,7 @@ _FUNCTIONS = (
 
 @cache
 def is_open() -> bool:
-    """Open the library, so that programs of jaxlib's CPU clients can call it; return whether they can."""
+    """Open the library, so that programs can call it; return whether they can."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return False
@@ -37,6 +41,19 @@ def is_open() -> bool:
     except (OSError, AttributeError):
         return False
     native.LOCKED.polyxla_set_torch((ctypes.c_void_p * len(functions))(*functions))
-    for target in TARGETS:
-        custom_calls.register(target)
     return True
+
+
+def check(executable: Executable) -> None:
+    """Open the library if a program calls it.
+
+    Raises:
+        PjrtError: this process cannot open it.
+    """
+    targets = hlo.called_targets(executable.optimized_hlo)
+    if not targets.isdisjoint(TARGETS) and not is_open():
+        raise PjrtError(
+            Code.INVALID_ARGUMENT,
+            f"{executable.name} calls torch's library, and this process cannot open it; compile it here, or "
+            f"with {POLYXLA_CPU_KERNELS}=xla",
+        )
