@@ -71,9 +71,7 @@ def test_a_lost_node_is_named_and_a_retry_waits_for_the_one_that_replaces_it(
     cluster.order("remove 1")
     cluster.order("add 1")
     done = drivers.finish(process)
-    # A node ends in steps: the actor may still tell that its command ended, because nobody took its output.
-    lost = r"its Ray node was lost, or the actor on it: |.* ended with exit code 1: BrokenPipeError"
-    assert re.search(rf"error: w1 \({re.escape(cluster.hosts[1])}\): ({lost})", done.stderr), done.stderr
+    assert f"error: w1 ({cluster.hosts[1]}): its Ray node was lost, or the actor on it: " in done.stderr
     assert done.returncode == 0, done.stderr
     wait_for_end_of(pids)
 

@@ -28,6 +28,8 @@ PLACE_S = 600.0
 """Longest wait for a node, in seconds; the launcher gives up earlier, and a retry places another actor."""
 RETRY_S = 1.0
 """Pause between two actors, in seconds."""
+LOST_S = 2.0
+"""Time for Ray to notice that the node of a failed program was lost, in seconds."""
 CLOSE_S = 5.0
 """Longest wait for the tasks of the thread to end, in seconds."""
 START_S = 10.0
@@ -103,6 +105,11 @@ class Broker:
             ending = await _relay(actor, reader, writer)
             outcome.set_result(ending.outcome)
             if ending.code:
+                # A node ends in steps: its actor may still tell that the program has failed, which is how
+                # the loss of the node begins.
+                await asyncio.sleep(LOST_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(_finish(actor), END_S)
                 _report(writer, _explain(header["program"], ending))
         except asyncio.CancelledError:
             # `close` cancels the task. Its error has no reader, and asyncio would print it.
