@@ -82,11 +82,7 @@ def test_the_replica_that_raises_explains_the_end_of_both_hosts(run_pod: RunPod)
             id="kill",
         ),
         pytest.param(
-            "return",
-            # On a slow machine, its process may have ended before the watchdogs of the others look.
-            r"replica 7 (returned[^;]*; .*waits? .*at \S*failing_on_one_host.py:23"
-            r"|\(process \d+\) ended while replica \d waited for it in an all-reduce)",
-            id="return",
+            "return", r"replica 7 returned[^;]*; .*waits? .*at \S*failing_on_one_host.py:23", id="return"
         ),
         pytest.param(
             "hang",
@@ -103,9 +99,8 @@ def test_the_launcher_says_which_replica_of_which_host_the_others_wait_for(
     done = run_pod(FAILING, how, variables={"POLYXLA_STALL_TIMEOUT_S": "12"})
     assert done.returncode == 1
     # On a slow machine, the other host has time to print its own, too.
-    found = re.findall(r"^\[w\d\] (?:polyxla\.errors\.\w+|Runtime)Error: (.*)", done.stderr, re.MULTILINE)
-    assert found, done.stderr
-    assert re.search(account, found[0]), found[0]
+    first, *_ = re.findall(r"^\[w\d\] polyxla\.errors\.\w+Error: (.*)", done.stderr, re.MULTILINE)
+    assert re.search(account, first), first
 
 
 @pytest.mark.long

@@ -42,6 +42,16 @@ def test_a_wait_for_a_replica_that_has_returned_ends_soon(outcomes: Outcomes, pr
     assert float(seconds) < 12
 
 
+@pytest.mark.parametrize("shares", ["on", "off"])
+def test_a_sum_that_fails_says_that_another_replica_has_returned(outcomes: Outcomes, shares: str) -> None:
+    environ = timeout(300) | {env.POLYXLA_SHARED_MEMORY: shares}
+    program = "process_of_a_returned_replica_ends"
+    (code, _, err), _ = outcomes("stalls.py", program, replicas=2, processes=2, **environ)
+    assert code == 5, err
+    assert "it waits for one that has returned (replica 0: in sum_of_all with all-reduce for" in err
+    assert "; returned: 1)" in err
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("reason", ["computes on", "is not in the group"])
 def test_a_replica_whose_others_have_returned_may_work_on(outcomes: Outcomes, reason: str) -> None:

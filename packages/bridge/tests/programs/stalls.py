@@ -65,6 +65,20 @@ def replica_returns() -> None:
     time.sleep(60)
 
 
+def process_of_a_returned_replica_ends() -> None:
+    engine = open_engine()
+    every = engine.compile(summing(), OPTIONS)
+    value(run(engine, every, SETTINGS.process, 1))
+    if SETTINGS.process == 1:
+        engine.retire(1)
+        engine.finish(30)
+        os._exit(0)
+    # The report must come from the sum that fails, and not from the watchdog's own thread.
+    stall_watchdog.RETIRED_TIMEOUT_S = 300
+    run(engine, every, 0, 1)
+    time.sleep(60)
+
+
 LONG = "900000000"
 COMPUTES_ON = """HloModule long, replica_count=2
     add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }

@@ -103,6 +103,9 @@ class JaxEngine(LocalEngine):
             arrays = self._compute(executable, index, arguments)
         except Exception as error:
             keep_first(error)
+            # The collectives of others fail once the process of a replica that has returned has ended.
+            if self._watchdog is not None and not isinstance(error, PjrtError):
+                self._watchdog.explain(index)
             raise
         del views
         return arrays
