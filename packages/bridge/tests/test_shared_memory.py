@@ -43,6 +43,8 @@ REDUCTIONS = {
 }
 BUFFER = 1 << 20
 """Size of a replica's buffer in a job of four."""
+LARGE = 8 << 20
+"""Bytes of a result that is written past the caches."""
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +203,7 @@ def test_bfloat16_is_rounded_once_and_keeps_infinity(engine: JaxEngine) -> None:
         (BUFFER // 4,),
         (BUFFER // 4 + 1,),
         (5, 7, 30011),
+        (LARGE // 4 + 1,),
     ],
     ids=str,
 )
@@ -212,18 +215,19 @@ def test_arrays_of_any_size_are_summed(engine: JaxEngine, shape: tuple[int, ...]
         assert found.tobytes() == expected.tobytes()
 
 
-def test_a_list_of_arrays_of_several_dtypes_is_summed(engine: JaxEngine) -> None:
-    body = """x = f32[3,5] parameter(0)
+@pytest.mark.parametrize("length", [300000, LARGE // 4 + 3])
+def test_a_list_of_arrays_of_several_dtypes_is_summed(engine: JaxEngine, length: int) -> None:
+    body = f"""x = f32[3,5] parameter(0)
       y = s32[7] parameter(1)
-      z = f32[300000] parameter(2)
+      z = f32[{length}] parameter(2)
       t = f32[] constant(0)
-      sum = (f32[3,5], s32[7], f32[300000], f32[]) all-reduce(x, y, z, t),
-        replica_groups={{0,1,2,3}}, to_apply=combine
+      sum = (f32[3,5], s32[7], f32[{length}], f32[]) all-reduce(x, y, z, t),
+        replica_groups={{{{0,1,2,3}}}}, to_apply=combine
       a = f32[3,5] get-tuple-element(sum), index=0
       b = s32[7] get-tuple-element(sum), index=1
-      c = f32[300000] get-tuple-element(sum), index=2
-      ROOT r = (f32[3,5], s32[7], f32[300000]) tuple(a, b, c)"""
-    columns = [numbers("float32", (3, 5)), numbers("int32", (7,)), numbers("float32", (300000,))]
+      c = f32[{length}] get-tuple-element(sum), index=2
+      ROOT r = (f32[3,5], s32[7], f32[{length}]) tuple(a, b, c)"""
+    columns = [numbers("float32", (3, 5)), numbers("int32", (7,)), numbers("float32", (length,))]
     executable = program(engine, body)
     assert hlo.shares_memory(executable.optimized_hlo)
     expected = [((a + b) + c) + d for a, b, c, d in columns]
@@ -254,7 +258,7 @@ def test_an_operand_may_have_any_layout(engine: JaxEngine) -> None:
 
 @pytest.mark.parametrize("dimension", [0, 1, 2])
 @pytest.mark.parametrize("groups", [((0, 1, 2, 3),), ((2, 0), (1, 3)), ((0,), (1,), (2,), (3,))], ids=str)
-@pytest.mark.parametrize("shape", [(3, 5, 2), (40, 7, 1031)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 2), (40, 7, 1031), (40, 7, 9001)], ids=str)
 def test_arrays_are_gathered_along_any_dimension(
     engine: JaxEngine, dimension: int, groups: Groups, shape: tuple[int, ...]
 ) -> None:
@@ -612,6 +616,7 @@ def test_a_replica_whose_process_ended_is_named_at_once(started: Started, number
 def test_a_replica_that_leaves_is_named(started: Started) -> None:
     with started(PROGRAM, "leave_without_the_last", replicas=2, processes=2) as processes:
         text, _ = processes[0].communicate(timeout=TIMEOUT_S)
+        assert "it waits for one that has returned (replica 0: in sum_of_all with all-reduce" in text
         assert f"replica 1 (process {processes[1].pid}) ended while replica 0 waited for it" in text
         assert processes[1].wait(TIMEOUT_S) == 0
 

@@ -3,14 +3,19 @@
  * The arrays go through the buffers of the replicas in pieces. Every replica adds in the order of the replicas, so all
  * get the same bits, in every run.
  */
+#include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "ffi.h"
 #include "reduction.h"
 #include "shared_memory.h"
 
-/* Each replica reduces all of so small a piece itself: a second wait would take longer. */
-enum { SMALL_BYTES = 1 << 15, MOST_MEMBERS = 512 };
+/* Each replica reduces all of so small a piece itself: a second wait would take longer. The caches have no room for so
+ * large a result, which is written past them in parts that are not shorter than these. */
+enum { SMALL_BYTES = 1 << 15, LARGE_BYTES = 8 << 20, PART_BYTES = 1 << 12, MOST_MEMBERS = 512 };
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -32,7 +37,42 @@ typedef struct {
   int64_t count;
 } Arrays;
 
+/* Writes a part of a result. The caches would first read what is overwritten. */
+static void put(char *into, const char *from, size_t size, bool is_large) {
+#ifdef __SSE2__
+  if (is_large && size >= PART_BYTES) {
+    enum { WIDTH = sizeof(__m128i) };
+    size_t some = -(uintptr_t)into % WIDTH;
+    memcpy(into, from, some);
+    for (; some + WIDTH <= size; some += WIDTH)
+      _mm_stream_si128((__m128i *)(into + some), _mm_loadu_si128((const __m128i *)(from + some)));
+    _mm_sfence();
+    into += some, from += some, size -= some;
+  }
+#else
+  (void)is_large;
+#endif
+  memcpy(into, from, size);
+}
+
+static size_t size_of(const Arrays *all) {
+  size_t size = 0;
+  for (int64_t i = 0; i < all->count; i++) size += bytes_of(all->arrays[i]);
+  return size;
+}
+
+/* Returns where bytes of the arrays are; NULL if not all are in one array. */
+static const char *place_of(const Arrays *all, size_t offset, size_t size) {
+  for (int64_t i = 0; i < all->count; i++) {
+    size_t whole = bytes_of(all->arrays[i]);
+    if (offset < whole) return size <= whole - offset ? (const char *)all->arrays[i]->data + offset : NULL;
+    offset -= whole;
+  }
+  return NULL;
+}
+
 static void copy(const Arrays *all, size_t offset, char *buffer, size_t size, bool is_read) {
+  bool is_large = size_of(all) >= LARGE_BYTES;
   for (int64_t i = 0; i < all->count && size > 0; i++) {
     size_t whole = bytes_of(all->arrays[i]);
     if (offset >= whole) {
@@ -44,7 +84,7 @@ static void copy(const Arrays *all, size_t offset, char *buffer, size_t size, bo
     if (is_read)
       memcpy(buffer, array, some);
     else
-      memcpy(array, buffer, some);
+      put(array, buffer, some, is_large);
     buffer += some;
     size -= some;
     offset = 0;
@@ -68,12 +108,11 @@ static size_t part(size_t size, int count, int member, size_t width) {
 static bool all_reduce(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   Reduction how = polyxla_ffi_number(call, "reduction");
   int type = in.arrays[0]->type;
-  size_t total = 0, step = polyxla_buffer_size(group->job), width = polyxla_width(type);
-  for (int64_t i = 0; i < in.count; i++) total += bytes_of(in.arrays[i]);
+  size_t total = size_of(&in), step = polyxla_buffer_size(group->job), width = polyxla_width(type);
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
-    if (!exchange(group, &in, offset, size, pieces)) return false;
     if (size <= SMALL_BYTES) {
+      if (!exchange(group, &in, offset, size, pieces)) return false;
       char sum[SMALL_BYTES];
       polyxla_reduce(sum, pieces, group->count, size, type, how);
       polyxla_release(group);
@@ -83,7 +122,17 @@ static bool all_reduce(Group *group, const FfiCall *call, Arrays in, Arrays out,
     size_t start = part(size, group->count, group->own, width), end = part(size, group->count, group->own + 1, width);
     char *buffer = polyxla_next_buffer(group);
     if (buffer == NULL) return false;
+    /* No other reads the part that this replica reduces. */
+    const char *own = place_of(&in, offset + start, end - start);
+    size_t unread = own == NULL ? 0 : end - start;
+    copy(&in, offset, buffer, end - unread, true);
+    copy(&in, offset + end, buffer + end, size - end, true);
+    polyxla_publish(group);
+    if (!polyxla_await(group, pieces)) return false;
+    buffer = polyxla_next_buffer(group);
+    if (buffer == NULL) return false;
     for (int i = 0; i < group->count; i++) pieces[i] += start;
+    if (own != NULL) pieces[group->own] = own;
     polyxla_reduce(buffer, pieces, group->count, end - start, type, how);
     polyxla_release(group);
     polyxla_publish(group);
@@ -119,13 +168,14 @@ static bool all_gather(Group *group, const FfiCall *call, Arrays in, Arrays out,
   size_t total = bytes_of(in.arrays[0]), step = polyxla_buffer_size(group->job);
   /* Each member's rows alternate with those of the others. */
   size_t row = behind(in.arrays[0], polyxla_ffi_number(call, "dimension"));
+  bool is_large = total * group->count >= LARGE_BYTES;
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
     if (!exchange(group, &in, offset, size, pieces)) return false;
     for (Span span = {.start = offset}; next_span(&span, row, offset + size);)
       for (int i = 0; i < group->count; i++) {
         size_t place = (span.start / row * group->count + i) * row + span.start % row;
-        memcpy((char *)out.arrays[0]->data + place, pieces[i] + (span.start - offset), span.size);
+        put((char *)out.arrays[0]->data + place, pieces[i] + (span.start - offset), span.size, is_large);
       }
     polyxla_release(group);
   }
@@ -159,8 +209,7 @@ static bool reduce_scatter(Group *group, const FfiCall *call, Arrays in, Arrays 
 }
 
 static bool all_to_all(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
-  size_t total = 0, step = polyxla_buffer_size(group->job);
-  for (int64_t i = 0; i < in.count; i++) total += bytes_of(in.arrays[i]);
+  size_t total = size_of(&in), step = polyxla_buffer_size(group->job);
   /* The operands are the members' parts, or one operand has them in one dimension. */
   int64_t dimension = polyxla_ffi_number(call, "dimension");
   size_t row = dimension < 0 ? bytes_of(in.arrays[0]) : behind(in.arrays[0], dimension) / group->count;
