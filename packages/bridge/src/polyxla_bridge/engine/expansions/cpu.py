@@ -9,6 +9,7 @@ from polyxla_bridge.engine.expansions import (
     convolution,
     inlining,
     max_pool,
+    power,
     product,
     sums,
     tpu,
@@ -33,10 +34,10 @@ def expanded(
     choices: list[inlining.Choice] = list(tpu.CHOICES)
     choices.append(partial(sums.choose, calls_library=calls_library))
     if is_partitioned:
-        # XLA's partitioner divides the instruction for the gradient of max-pooling.
+        # XLA's partitioner divides the instruction for the gradient of max-pooling, and that of a power.
         choices.append(batch_norm.choose)
     else:
-        choices.append(partial(max_pool.choose, calls_library=calls_library))
+        choices += [power.choose, partial(max_pool.choose, calls_library=calls_library)]
     choices += [convolution.choose, product.choose] if calls_torch else []
     return inlining.replace(module, *choices)
 
