@@ -81,7 +81,7 @@ def measure_eager() -> None:
         partial(Contestant, eager_on_tpu, "convnet", BATCH, 1, ONE),
         partial(Contestant, eager, "convnet", BATCH, 1, PLAIN),
     ) as (ours, peer):
-        row("eager: convnet / CPU", ours, peer, peer.beside(ours), at_most=2.5)
+        row("eager: convnet / CPU", ours, peer, peer.beside(ours), at_most=1.5)
 
 
 def measure_compiled() -> None:

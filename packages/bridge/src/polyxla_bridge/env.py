@@ -104,7 +104,10 @@ Default: ``on`` (also ``1``).
 """
 
 _MALLOC_SETTINGS = (
-    *("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"),
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "GLIBC_TUNABLES",
 )
 """Variables by which a user decides what freed memory glibc keeps, in place of the bridge.
 Default: not set; the bridge lets it keep arrays of up to 1 GiB.

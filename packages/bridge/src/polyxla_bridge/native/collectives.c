@@ -13,9 +13,9 @@
 #include "reduction.h"
 #include "shared_memory.h"
 
-/* Each replica reduces all of so small a piece itself: a second wait would take longer. The caches have no room for so
- * large a result, which is written past them in parts that are not shorter than these. */
-enum { SMALL_BYTES = 1 << 15, LARGE_BYTES = 8 << 20, PART_BYTES = 1 << 12, MOST_MEMBERS = 512 };
+/* Each replica reduces all of a small piece itself: a second wait would take longer. A large result, for which the
+ * caches have no room, is written past them, unless a part of it is very short. */
+enum { SMALL_BYTES = 1 << 15, LARGE_BYTES = 8 << 20, SHORT_BYTES = 1 << 12, MOST_MEMBERS = 512 };
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -40,7 +40,7 @@ typedef struct {
 /* Writes a part of a result. The caches would first read what is overwritten. */
 static void put(char *into, const char *from, size_t size, bool is_large) {
 #ifdef __SSE2__
-  if (is_large && size >= PART_BYTES) {
+  if (is_large && size >= SHORT_BYTES) {
     enum { WIDTH = sizeof(__m128i) };
     size_t some = -(uintptr_t)into % WIDTH;
     memcpy(into, from, some);

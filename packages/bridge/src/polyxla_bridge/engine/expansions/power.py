@@ -1,7 +1,7 @@
 """Powers with one exponent for all numbers, as an argument. Importing this module imports jax.
 
-TorchTPU's ``x ** 3`` is such a program if it is not compiled with others. XLA does not know the exponent, and
-calls ``powf`` for each number: a quarter of a step of a transformer block. torch multiplies.
+TorchTPU passes the exponent of ``x ** 3`` to a program, unless it compiles a whole model. XLA does not know
+it, and calls ``powf`` for each number: a quarter of a step of a transformer block. torch multiplies.
 """
 
 from __future__ import annotations
