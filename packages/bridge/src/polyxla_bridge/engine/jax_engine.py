@@ -105,7 +105,7 @@ class JaxEngine(LocalEngine):
             keep_first(error)
             # The collectives of others fail once the process of a replica that has returned has ended.
             if self._watchdog is not None and not isinstance(error, PjrtError):
-                self._watchdog.explain(index)
+                self._watchdog.await_report(index)
             raise
         del views
         return arrays

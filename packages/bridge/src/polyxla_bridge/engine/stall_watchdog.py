@@ -63,19 +63,14 @@ def on_stall(handler: Handler) -> None:
     _handlers[:] = [handler]
 
 
-def report(engine: Engine, text: str, returned: frozenset[int] = frozenset()) -> None:
-    """Report what keeps replicas from their collectives; a device's thread calls this.
+def report(engine: Engine, text: str) -> None:
+    """Report why other replicas wait for a replica of this process; its device's thread calls this.
 
     Returns once the report is made, so that the error that the caller then raises cannot overtake it.
-
-    Args:
-        engine: of this process.
-        text: the report's beginning.
-        returned: the replicas that have returned, if that is the reason.
     """
     content = f"{text}\n{describe(engine)}"
     # A handler may end the job, which waits for the devices' threads, so it needs a thread of its own.
-    thread = threading.Thread(target=_handlers[0], args=(content, returned), name="polyxla-watch")
+    thread = threading.Thread(target=_handlers[0], args=(content, frozenset()), name="polyxla-watch")
     thread.daemon = True
     thread.start()
     thread.join(REPORT_S)
@@ -207,15 +202,16 @@ class StallWatchdog:
         if late := [activity for activity in waiting if min(activity.seconds, quiet_s) > patience_s]:
             retired = self._progress.retired()
             if deserted := [activity for activity in late if self._needs(activity, retired)]:
-                return _of_retired(deserted, retired), retired
+                return _report_retired(deserted, retired), retired
         if stalled := [activity for activity in late if min(activity.seconds, quiet_s) > self._timeout_s]:
             return self._report(stalled), frozenset()
         return None
 
-    def explain(self, device: int) -> None:
-        """Report that a replica has returned, if a program failed for that; its device's thread calls this.
+    def await_report(self, device: int) -> None:
+        """Wait for the report that a replica has returned, if a program failed for that.
 
-        The program's own error only says that another process has ended.
+        The program's own error, which would come first, only says that another process has ended. Called by
+        the device's thread. If the replica ended with an exception, the launcher ends this process meanwhile.
         """
         try:
             retired = self._progress.retired()
@@ -224,7 +220,7 @@ class StallWatchdog:
             return
         running = next(each for each in self._engine.activities() if each.device == device)
         if running.collectives and self._needs(running, retired):
-            report(self._engine, _of_retired([running], retired), retired)
+            self._thread.join(RETIRED_TIMEOUT_S + REPORT_S)
 
     def _needs(self, activity: DeviceActivity, retired: frozenset[int]) -> bool:
         """Return whether a replica's program needs one that has retired."""
@@ -271,7 +267,7 @@ class StallWatchdog:
             self._thread.join(self._tick_s + 1)
 
 
-def _of_retired(waiting: list[DeviceActivity], retired: frozenset[int]) -> str:
+def _report_retired(waiting: list[DeviceActivity], retired: frozenset[int]) -> str:
     waits = "; ".join(str(activity) for activity in waiting)
     return (
         f"polyxla: a replica is stuck: it waits for one that has returned ({waits}; returned: "
