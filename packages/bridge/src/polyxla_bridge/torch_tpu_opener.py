@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 TICK_S = 0.05
 """Interval between two looks whether a collection is due, in seconds."""
+OLDEST = 2
+"""The generation of which a collection looks through all objects."""
+REST = 50
+"""Least time between two such collections, as a multiple of the time of the first."""
 
 
 def only_in_main_thread() -> None:
@@ -45,8 +49,18 @@ def only_in_main_thread() -> None:
 
 
 def _watch(thresholds: tuple[int, int, int]) -> None:
+    rested = 0.0
+
     def collect(argument: Any) -> int:
-        gc.collect(_generation(thresholds, gc.get_count()))
+        nonlocal rested
+        generation, began = _generation(thresholds, gc.get_count()), time.monotonic()
+        # Python looks through all objects only if a quarter of them is new, which it does not tell.
+        if generation == OLDEST and began < rested:
+            generation -= 1
+        gc.collect(generation)
+        if generation == OLDEST:
+            ended = time.monotonic()
+            rested = ended + REST * (ended - began)
         return 0
 
     # This thread must not collect itself. Python runs pending calls in the main thread, between two
