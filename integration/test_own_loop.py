@@ -29,7 +29,7 @@ def line(function: Callable[..., Any], offset: int) -> str:
 
 
 def own_lines(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """Return what polyxla printed, without the choice of the runtime, and what a TPU pads small batches to."""
+    """Return what polyxla printed, without the choice of the runtime and a TPU's padding of batches."""
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("polyxla: ")]
     said = [line for line in said if "which a TPU pads to a multiple of" not in line]
     return [line for line in said if "runtime " not in line.partition(":")[2][:10]]
