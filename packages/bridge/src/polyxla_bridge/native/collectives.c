@@ -91,13 +91,19 @@ static void copy(const Arrays *all, size_t offset, char *buffer, size_t size, bo
   }
 }
 
-/* Publishes a piece of the operands, and waits for those of the others. */
-static bool exchange(Group *group, const Arrays *in, size_t offset, size_t size, const char **pieces) {
+/* Publishes a piece of the operands without the bytes from `start` to `end`, and waits for those of the others. */
+static bool exchange_without(Group *group, const Arrays *in, size_t offset, size_t size, size_t start, size_t end,
+                             const char **pieces) {
   char *buffer = polyxla_next_buffer(group);
   if (buffer == NULL) return false;
-  copy(in, offset, buffer, size, true);
+  copy(in, offset, buffer, start, true);
+  copy(in, offset + end, buffer + end, size - end, true);
   polyxla_publish(group);
   return polyxla_await(group, pieces);
+}
+
+static bool exchange(Group *group, const Arrays *in, size_t offset, size_t size, const char **pieces) {
+  return exchange_without(group, in, offset, size, 0, 0, pieces);
 }
 
 /* Where a member's part of a piece begins: each reduces one part, of whole numbers. */
@@ -120,16 +126,10 @@ static bool all_reduce(Group *group, const FfiCall *call, Arrays in, Arrays out,
       continue;
     }
     size_t start = part(size, group->count, group->own, width), end = part(size, group->count, group->own + 1, width);
-    char *buffer = polyxla_next_buffer(group);
-    if (buffer == NULL) return false;
     /* No other reads the part that this replica reduces. */
     const char *own = place_of(&in, offset + start, end - start);
-    size_t unread = own == NULL ? 0 : end - start;
-    copy(&in, offset, buffer, end - unread, true);
-    copy(&in, offset + end, buffer + end, size - end, true);
-    polyxla_publish(group);
-    if (!polyxla_await(group, pieces)) return false;
-    buffer = polyxla_next_buffer(group);
+    if (!exchange_without(group, &in, offset, size, own == NULL ? end : start, end, pieces)) return false;
+    char *buffer = polyxla_next_buffer(group);
     if (buffer == NULL) return false;
     for (int i = 0; i < group->count; i++) pieces[i] += start;
     if (own != NULL) pieces[group->own] = own;
