@@ -78,7 +78,7 @@ class PluginCompiler(CompileOnce):
         self._client = client
         self._local = [index for index, device in enumerate(client.devices) if device.is_local]
         self._is_cpu = client.platform == CPU
-        self._calls_library = False
+        self._calls_library = self._calls_torch = False
         options = {"plugin": self.name}
         if self._is_cpu:
             # These modules import jax, which other plugins do not need.
@@ -86,8 +86,8 @@ class PluginCompiler(CompileOnce):
             from polyxla_bridge.engine.expansions import torch_library
 
             self._calls_library = custom_calls.register_all(client.plugin)
-            has_torch = self._calls_library and settings.has_torch_kernels
-            options[POLYXLA_CPU_KERNELS] = torch_library.NAME if has_torch else ""
+            self._calls_torch = self._calls_library and settings.has_torch_kernels
+            options[POLYXLA_CPU_KERNELS] = torch_library.NAME if self._calls_torch else ""
         super().__init__(cache.for_job(settings, options, on_lookup), None)
         self._joint: dict[tuple[str, ...], JointProgram] = {}
 
@@ -155,11 +155,13 @@ class PluginCompiler(CompileOnce):
 
         if self._is_cpu:
             # XLA's partitioner would compute a call of the library as a whole on each device.
-            may_call = self._calls_library and partitions == 1
-            calls_torch = may_call and self._settings.has_torch_kernels
-            replicas = devices // partitions
+            is_whole = partitions == 1
             return cpu.rewritten(
-                hlo_module, partitions, replicas, calls_library=may_call, calls_torch=calls_torch
+                hlo_module,
+                partitions,
+                devices // partitions,
+                calls_library=is_whole and self._calls_library,
+                calls_torch=is_whole and self._calls_torch,
             )
         return tpu.expanded(hlo_module)
 

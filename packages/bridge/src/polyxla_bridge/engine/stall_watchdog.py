@@ -210,8 +210,9 @@ class StallWatchdog:
     def await_report(self, device: int) -> None:
         """Wait for the report that a replica has returned, if a program failed for that.
 
-        The program's own error, which would come first, only says that another process has ended. Called by
-        the device's thread. If the replica ended with an exception, the launcher ends this process meanwhile.
+        The program's own error, which would come first, only says that another process has ended. A replica
+        that an exception has ended counts as returned, too; then the launcher ends this process before the
+        report. The device's thread calls this.
         """
         try:
             retired = self._progress.retired()

@@ -30,9 +30,7 @@ def choose(instruction: Instruction, program: inlining.Program) -> inlining.Func
 
 
 def _power(numbers: jax.Array, exponents: jax.Array) -> jax.Array:
-    exponent = lax.squeeze(
-        lax.slice(exponents, (0,) * exponents.ndim, (1,) * exponents.ndim), range(exponents.ndim)
-    )
+    exponent = lax.slice(exponents, (0,) * exponents.ndim, (1,) * exponents.ndim).reshape(())
     which = (exponent == 2).astype(numpy.int32) + 2 * (exponent == 3).astype(numpy.int32)
     # XLA computes a power of narrow numbers in float32, too.
     wide = numbers.astype(numpy.float32) if numbers.dtype.name in _NARROW else numbers
