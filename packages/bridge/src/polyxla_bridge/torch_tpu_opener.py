@@ -49,18 +49,18 @@ def only_in_main_thread() -> None:
 
 
 def _watch(thresholds: tuple[int, int, int]) -> None:
-    rested = 0.0
+    rests_until = 0.0
 
     def collect(argument: Any) -> int:
-        nonlocal rested
+        nonlocal rests_until
         generation, began = _generation(thresholds, gc.get_count()), time.monotonic()
         # Python looks through all objects only if a quarter of them is new, which it does not tell.
-        if generation == OLDEST and began < rested:
+        if generation == OLDEST and began < rests_until:
             generation -= 1
         gc.collect(generation)
         if generation == OLDEST:
             ended = time.monotonic()
-            rested = ended + REST * (ended - began)
+            rests_until = ended + REST * (ended - began)
         return 0
 
     # This thread must not collect itself. Python runs pending calls in the main thread, between two
