@@ -12,6 +12,7 @@ import pytest
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.engine.expansions import batch_norm, inlining
+from polyxla_bridge.programs import hlo
 
 Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
 
@@ -43,6 +44,12 @@ def program(kind: str, dtype: str, dims: tuple[int, ...], feature: int, twice: b
     return data
 
 
+def random_arguments(dtype: str, dims: tuple[int, ...], feature: int) -> list[np.ndarray[Any, Any]]:
+    numbers = np.random.default_rng(0)
+    shapes = [dims, *[(dims[feature],)] * 4, dims]
+    return [(numbers.random(shape) + 0.5).astype(SHAPES[dtype]) for shape in shapes]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "dims", "feature"),
@@ -65,9 +72,7 @@ def test_the_expansion_computes_what_the_instruction_does(
     assert " batch-norm" not in text
     assert " call(" not in text, "the partitioner does not look into calls"
 
-    numbers = np.random.default_rng(0)
-    shapes = [dims, *[(dims[feature],)] * 4, dims]
-    arguments = [(numbers.random(shape) + 0.5).astype(SHAPES[dtype]) for shape in shapes]
+    arguments = random_arguments(dtype, dims, feature)
     with jax.enable_x64(True):
         expected, found = computed(data, arguments), computed(expanded, arguments)
     assert len(expected) == len(found) == (1 if kind == "batch-norm-inference" else 3)
@@ -84,3 +89,75 @@ def test_a_program_without_batch_norms_stays_as_it_is() -> None:
         "HloModule plain ENTRY main { x = f32[2] parameter(0) ROOT y = f32[2] add(x, x) }"
     ).as_serialized_hlo_module_proto()
     assert inlining.replace(data, batch_norm.choose) is data
+
+
+@pytest.mark.parametrize("kind", ["batch-norm-training", "batch-norm-grad"])
+@pytest.mark.parametrize(
+    ("dims", "feature"),
+    [
+        ((128, 10, 12, 12), 1),
+        ((3, 5, 30, 30), 1),
+        # The last numbers fill neither a vector nor a chunk.
+        ((2, 3, 1500), 1),
+        ((1, 9000, 8), 1),
+        ((2, 4, 6, 7, 33), 2),
+        ((1, 1, 9000), 1),
+        ((4, 3000), 0),
+    ],
+)
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_library_computes_what_the_instruction_does(
+    kind: str, dims: tuple[int, ...], feature: int, twice: bool, computed: Computed
+) -> None:
+    data = program(kind, "f32", dims, feature, twice)
+    replaced = inlining.replace(data, batch_norm.choose_in_library)
+    assert hlo.called_targets(replaced) == {
+        batch_norm.TARGET if kind == "batch-norm-training" else batch_norm.GRADIENT_TARGET
+    }
+
+    arguments = random_arguments("f32", dims, feature)
+    for array, other in zip(computed(data, arguments), computed(replaced, arguments), strict=True):
+        # Sums grow with the number of places.
+        np.testing.assert_allclose(other, array, rtol=2e-4, atol=1e-5 * np.abs(array).max())
+
+
+def test_the_library_is_more_exact_where_the_mean_is_large(computed: Computed) -> None:
+    dims = (16, 4, 32, 32)
+    data = program("batch-norm-training", "f32", dims, 1)
+    arguments = random_arguments("f32", dims, 1)
+    arguments[0] += 1000
+    exact = arguments[0].astype(np.float64).var(axis=(0, 2, 3))
+    mine, xla = (
+        np.abs(computed(each, arguments)[2] / exact - 1).max()
+        for each in (inlining.replace(data, batch_norm.choose_in_library), data)
+    )
+    assert mine < 1e-4 < xla
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_number_that_is_none_spoils_only_its_feature(number: float, computed: Computed) -> None:
+    dims = (8, 4, 32, 32)
+    arguments = random_arguments("f32", dims, 1)
+    arguments[0][3, 2, 1, 0] = number
+    data = program("batch-norm-training", "f32", dims, 1)
+    result, *_ = computed(inlining.replace(data, batch_norm.choose_in_library), arguments)
+    assert np.isfinite(result).all(axis=(0, 2, 3)).tolist() == [True, True, False, True]
+    assert np.isnan(result[:, 2]).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "dims", "feature"),
+    [
+        ("batch-norm-training", "f32", (2, 4, 5), 1),
+        ("batch-norm-training", "f32", (100, 100), 1),
+        ("batch-norm-training", "bf16", (8, 16, 32, 32), 1),
+        ("batch-norm-grad", "f64", (8, 16, 32, 32), 1),
+        ("batch-norm-grad", "f32", (0, 16, 32, 32), 1),
+        ("batch-norm-inference", "f32", (8, 16, 32, 32), 1),
+    ],
+)
+def test_batch_norms_that_xla_computes_as_fast_stay(
+    kind: str, dtype: str, dims: tuple[int, ...], feature: int
+) -> None:
+    data = program(kind, dtype, dims, feature)
+    assert inlining.replace(data, batch_norm.choose_in_library) is data

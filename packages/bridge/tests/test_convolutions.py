@@ -173,7 +173,6 @@ SMALL = ("2,3,8,8", "4,3,3,3", "2,4,6,6", "size=3x3", FORWARD)
         (("8,16,32,32", "32,16,3,3", "8,32,30,30", "size=3x3", FORWARD), True),
         # Torch's are always faster with groups.
         (("1,4,5,5", "4,1,3,3", "1,4,3,3", "size=3x3", FORWARD, "feature_group_count=4"), True),
-        (("64,1,28,28", "64,32,26,26", "32,1,3,3", "size=26x26", "fb01_io01->fb01"), False),
         (
             ("16,64,14,14", "64,128,1,1", "16,128,27,27", "size=1x1 lhs_dilate=2x2", "bf01_io01->bf01"),
             False,
@@ -183,6 +182,15 @@ SMALL = ("2,3,8,8", "4,3,3,3", "2,4,6,6", "size=3x3", FORWARD)
 def test_the_library_computes_what_it_is_faster_at(form: tuple[str, ...], is_called: bool) -> None:
     data = program_of(*form)
     assert (in_library(data) is not data) is is_called
+
+
+@pytest.mark.parametrize("has_avx512", [False, True])
+def test_the_gradient_of_a_grey_images_kernel_depends_on_the_processor(
+    has_avx512: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolution, "_has_avx512", lambda: has_avx512)
+    data = program_of("64,1,28,28", "64,32,26,26", "32,1,3,3", "size=26x26", "fb01_io01->fb01")
+    assert (in_library(data) is not data) is has_avx512
 
 
 @pytest.mark.usefixtures("any_size")

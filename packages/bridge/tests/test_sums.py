@@ -1,4 +1,4 @@
-"""Sums of narrow numbers are rounded once, as PyTorch rounds them; sums of columns are the C library's."""
+"""Sums of narrow numbers are rounded once, as PyTorch rounds them; those of columns and features are the C library's."""
 
 from __future__ import annotations
 
@@ -92,6 +92,29 @@ def test_the_library_adds_columns(
     )
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("dims", "dimensions", "result"),
+    [("128,10,24,24", "0,2,3", "10"), ("3,7,5,1500", "0,3", "7,5"), ("600,1,19", "2,0", "1")],
+)
+def test_the_library_adds_features(
+    dims: str, dimensions: str, result: str, dtype: str, computed: Computed
+) -> None:
+    replaced = in_library(columns(dims, dimensions, result, dtype))
+    assert hlo.called_targets(replaced) == {sums.FEATURES_TARGET}
+    shape = [int(size) for size in dims.split(",")]
+    kind = np.dtype(np.float32 if dtype == "f32" else ml_dtypes.bfloat16)
+    numbers = np.random.default_rng(0).normal(size=shape).astype(kind)
+    over = tuple(int(dimension) for dimension in dimensions.split(","))
+    exact = numbers.astype(np.float64).sum(axis=over) + 0.5
+    (found,) = computed(replaced, [numbers])
+    assert found.shape == exact.shape
+    rounding = 2**-8 if dtype == "bf16" else 1e-6
+    np.testing.assert_allclose(
+        found.astype(np.float64), exact, rtol=rounding, atol=1e-6 * math.prod(shape) ** 0.5
+    )
+
+
 def test_a_long_sum_of_columns_is_exact(computed: Computed) -> None:
     """As exact as XLA's, which adds parts of a column first."""
     data = columns("100000,16", "0", "16", initial="0")
@@ -109,6 +132,10 @@ def test_a_long_sum_of_columns_is_exact(computed: Computed) -> None:
         ("1000000,8", "0", "8"),
         ("100,100", "0", "100"),
         ("600,600", "0,1", ""),
+        # Too small, with too few adjacent numbers, and with two ranges of features.
+        ("8,4,8", "0,2", "4"),
+        ("1000,50,4", "0,2", "50"),
+        ("30,40,50,60", "0,2", "40,60"),
     ],
 )
 def test_sums_that_xla_computes_as_fast_stay(dims: str, dimensions: str, result: str) -> None:

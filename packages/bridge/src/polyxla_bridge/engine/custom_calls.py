@@ -8,7 +8,7 @@ import jax
 from jaxlib import _jax, xla_client
 
 from polyxla_bridge import native
-from polyxla_bridge.engine.expansions import max_pool, sums, torch_library
+from polyxla_bridge.engine.expansions import batch_norm, max_pool, sums, torch_library
 from polyxla_bridge.plugin_client.plugin import Plugin
 
 _TYPED, _DEFAULT = 1, xla_client.CustomCallTargetTraits.DEFAULT
@@ -16,7 +16,10 @@ _TYPED, _DEFAULT = 1, xla_client.CustomCallTargetTraits.DEFAULT
 Source: ``register_custom_call_target`` in jaxlib's xla_client.py, as is the platform's name below."""
 
 
-TARGETS = (max_pool.TARGET, sums.TARGET, *torch_library.TARGETS)
+TARGETS = (
+    *(max_pool.TARGET, sums.TARGET, sums.FEATURES_TARGET, batch_norm.TARGET, batch_norm.GRADIENT_TARGET),
+    *torch_library.TARGETS,
+)
 """The functions that programs of any number of replicas call."""
 
 

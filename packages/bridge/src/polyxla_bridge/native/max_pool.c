@@ -2,7 +2,7 @@
 #include "parallel.h"
 
 /* With fewer elements than in a piece, passing it to another thread takes longer than pooling it. */
-enum { DIMENSIONS = 3, PIECE = 1 << 14, BLOCK = 64 };
+enum { DIMENSIONS = 3, PIECE = 1 << 14, BLOCK = 256 };
 
 /* The last dimensions of an array are pooled, three or, with sizes of 1 before, fewer. The others are planes. */
 typedef struct {
@@ -15,16 +15,12 @@ typedef struct {
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 /* A range of indices. */
 typedef struct {
   int64_t start, end;
 } Range;
-
-/* The places of a window that are in the array, in one dimension. */
-static Range places_of(const Pool *pool, int dimension, int64_t index) {
-  int64_t start = index * pool->stride[dimension] - pool->low[dimension];
-  return (Range){start < 0 ? 0 : start, least(start + pool->window[dimension], pool->size[dimension])};
-}
 
 /* Those windows in a row that have an element of the array at one of their places. */
 static Range windows_with(const Pool *pool, int64_t place) {
@@ -33,37 +29,64 @@ static Range windows_with(const Pool *pool, int64_t place) {
                  pool->size[2] + missing > 0 ? (pool->size[2] + missing - 1) / stride + 1 : 0};
 }
 
-/* Some windows in a row, and the greatest element of each. */
+/* Some windows, and the greatest element of each. */
 typedef struct {
-  Range windows;
+  int64_t first, count;
   float greatest[BLOCK];
   int32_t chosen[BLOCK];
 } Choice;
 
-/* Lets windows choose between elements. Of equal elements the first or the last wins, and always the last that is not
- * a number, as in torch. The compiler makes vector instructions of it. */
-static inline void choose(int64_t count, float *greatest, int32_t *chosen, const float *values, int32_t place,
-                          int32_t stride, bool is_last) {
-  for (int64_t i = 0; i < count; i++) {
-    float value = values[i], most = greatest[i];
-    int32_t at = place + (int32_t)i * stride;
-    int is_greater = (value > most) | (is_last & (value == most));
-    int wins = (chosen[i] < 0) | (value != value) | ((most == most) & is_greater);
-    greatest[i] = wins ? value : most;
-    chosen[i] = wins ? at : chosen[i];
+/* Lets windows choose between elements, of which each has a place, or -1 if it is outside of the array. Of equal
+ * elements the first or the last wins, and always the last that is not a number, as in torch. The compiler makes vector
+ * instructions of it. */
+VECTORS static void choose(Choice *choice, const float *values, const int32_t *places, bool is_last) {
+  float *greatest = choice->greatest;
+  int32_t *chosen = choice->chosen;
+  for (int64_t i = 0; i < choice->count; i++) {
+    float value = values[i], best = greatest[i];
+    int is_greater = (value > best) | (is_last & (value == best));
+    int wins = (places[i] >= 0) & ((chosen[i] < 0) | (value != value) | ((best == best) & is_greater));
+    greatest[i] = wins ? value : best;
+    chosen[i] = wins ? places[i] : chosen[i];
   }
 }
 
-/* Lets the windows choose among the elements at one of their places in a row of the array. */
-static void choose_at(const Pool *pool, Choice *choice, const float *plane, int64_t row, int64_t place) {
-  Range has_place = windows_with(pool, place);
-  int64_t first = choice->windows.start, stride = pool->stride[2];
-  int64_t start = has_place.start > first ? has_place.start : first;
-  int64_t count = least(has_place.end, choice->windows.end) - start, at = row + place - pool->low[2] + start * stride;
+/* Gathers each `stride`-th element from a place on. */
+static inline void gather(const float *plane, int64_t place, int64_t stride, int64_t count, float *values,
+                          int32_t *places) {
+  for (int64_t i = 0; i < count; i++) values[i] = plane[place + i * stride];
+  for (int64_t i = 0; i < count; i++) places[i] = (int32_t)(place + i * stride);
+}
+
+/* Lets windows choose among the elements at one of their places. */
+static void choose_at(const Pool *pool, Choice *choice, const float *plane, const int64_t *place) {
   float values[BLOCK];
-  for (int64_t i = 0; i < count; i++) values[i] = plane[at + i * stride];
-  choose(count, choice->greatest + (start - first), choice->chosen + (start - first), values, at, stride,
-         pool->is_last);
+  int32_t places[BLOCK];
+  Range inside = windows_with(pool, place[2]);
+  int64_t width = pool->pooled[2], stride = pool->stride[2];
+  for (int64_t done = 0, in_row; done < choice->count; done += in_row) {
+    int64_t row = (choice->first + done) / width, start = (choice->first + done) % width;
+    int64_t depth = row / pool->pooled[1] * pool->stride[0] - pool->low[0] + place[0];
+    int64_t height = row % pool->pooled[1] * pool->stride[1] - pool->low[1] + place[1];
+    in_row = least(width - start, choice->count - done);
+    bool has_row = depth >= 0 && depth < pool->size[0] && height >= 0 && height < pool->size[1];
+    int64_t from = has_row ? most(start, inside.start) : start + in_row;
+    int64_t count = most(0, least(start + in_row, inside.end) - from);
+    if (count < in_row)
+      for (int64_t i = done; i < done + in_row; i++) values[i] = 0, places[i] = -1;
+    if (count == 0) continue;
+    int64_t at = (depth * pool->size[1] + height) * pool->size[2] + from * stride - pool->low[2] + place[2];
+    float *some = values + done + (from - start);
+    int32_t *some_places = places + done + (from - start);
+    /* The compiler makes vector instructions of a stride that it knows. */
+    if (stride == 2)
+      gather(plane, at, 2, count, some, some_places);
+    else if (stride == 1)
+      gather(plane, at, 1, count, some, some_places);
+    else
+      gather(plane, at, stride, count, some, some_places);
+  }
+  choose(choice, values, places, pool->is_last);
 }
 
 static void pool_plane(const Pool *pool, int64_t plane) {
@@ -72,19 +95,17 @@ static void pool_plane(const Pool *pool, int64_t plane) {
   const float *operand = pool->operand + plane * count, *source = pool->source + plane * windows;
   float *result = pool->result + plane * count;
   for (int64_t i = 0; i < count; i++) result[i] = pool->initial;
-  for (int64_t row = 0; row < pool->pooled[0] * pool->pooled[1]; row++)
-    for (int64_t start = 0; start < pool->pooled[2]; start += BLOCK) {
-      Choice choice;
-      choice.windows = (Range){start, least(start + BLOCK, pool->pooled[2])};
-      for (int64_t i = 0; i < choice.windows.end - start; i++) choice.greatest[i] = 0, choice.chosen[i] = -1;
-      Range depth = places_of(pool, 0, row / pool->pooled[1]), height = places_of(pool, 1, row % pool->pooled[1]);
-      for (int64_t d = depth.start; d < depth.end; d++)
-        for (int64_t h = height.start; h < height.end; h++)
-          for (int64_t place = 0; place < pool->window[2]; place++)
-            choose_at(pool, &choice, operand, (d * pool->size[1] + h) * pool->size[2], place);
-      for (int64_t w = start; w < choice.windows.end; w++, source++)
-        if (choice.chosen[w - start] >= 0) result[choice.chosen[w - start]] += *source;
-    }
+  Choice choice;
+  for (choice.first = 0; choice.first < windows; choice.first += BLOCK) {
+    choice.count = least(BLOCK, windows - choice.first);
+    for (int64_t i = 0; i < choice.count; i++) choice.greatest[i] = 0, choice.chosen[i] = -1;
+    int64_t place[DIMENSIONS];
+    for (place[0] = 0; place[0] < pool->window[0]; place[0]++)
+      for (place[1] = 0; place[1] < pool->window[1]; place[1]++)
+        for (place[2] = 0; place[2] < pool->window[2]; place[2]++) choose_at(pool, &choice, operand, place);
+    for (int64_t i = 0; i < choice.count; i++)
+      if (choice.chosen[i] >= 0) result[choice.chosen[i]] += source[choice.first + i];
+  }
 }
 
 static void compute(void *data, int64_t piece) {

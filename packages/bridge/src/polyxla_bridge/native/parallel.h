@@ -3,6 +3,14 @@
 
 #include "ffi.h"
 
+/* Marks a function whose loops the compiler makes vector instructions of, also of those that only some processors
+ * have. Its results are the same on all. */
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define VECTORS __attribute__((target_clones("avx2", "default")))
+#else
+#define VECTORS
+#endif
+
 /* Returns how many threads XLA has for a program. */
 int64_t polyxla_threads(const FfiCall *call);
 

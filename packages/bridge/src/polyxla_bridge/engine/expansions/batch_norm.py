@@ -1,19 +1,30 @@
-"""Expansion of batch norms in partitioned programs. Importing this module imports jax.
+"""Batch norms. torch_xla also writes layer norm as one. Importing this module imports jax.
 
 XLA's partitioner cannot split the batch norm instructions: it gathers the whole batch on every device, and
-each device then computes everything. It can split the instructions that compute a batch norm. torch_xla
-also writes layer norm as a batch norm.
+each device then computes everything. It can split the instructions that compute a batch norm.
+
+On one device, XLA:CPU adds the numbers of a feature one by one, and on one thread. The C library adds vectors,
+and divides the features among threads.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from polyxla_bridge.engine.expansions import inlining
+from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+
+TARGET, GRADIENT_TARGET = "polyxla_batch_norm", "polyxla_batch_norm_gradient"
+"""The C library's functions."""
+LEAST_SIZE = 1 << 13
+"""Numbers in an array below which XLA's batch norm is as fast."""
+LEAST_PLACES = 8
+"""Adjacent numbers of a feature below which XLA's is as fast."""
 
 
 def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
@@ -23,6 +34,24 @@ def choose(instruction: Instruction, program: inlining.Program) -> inlining.Func
     return partial(
         _NORMALIZATIONS[instruction.opcode], axis=instruction.feature_index, epsilon=instruction.epsilon
     )
+
+
+def choose_in_library(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
+    """Return what calls the C library for a batch norm; None for another instruction, or if XLA's is to stay."""
+    if instruction.opcode not in _IN_LIBRARY:
+        return None
+    types = [hlo.array_type(program.instructions[number].shape) for number in instruction.operand_ids]
+    dims, axis = types[0][1], instruction.feature_index
+    is_large = math.prod(dims) >= LEAST_SIZE and math.prod(dims[axis + 1 :]) >= LEAST_PLACES
+    if not is_large or {dtype for dtype, _ in types} != {"float32"}:
+        return None
+    return partial(_IN_LIBRARY[instruction.opcode], axis=axis, epsilon=instruction.epsilon)
+
+
+def by_feature(x: jax.Array, first: int, last: int) -> jax.Array:
+    """Return an array as [batch, feature, place]; the dimensions from `first` to `last` are the feature."""
+    features = math.prod(x.shape[first:last])
+    return x.reshape(math.prod(x.shape[:first]), features, math.prod(x.shape[last:]))
 
 
 def _training(
@@ -82,6 +111,37 @@ _NORMALIZATIONS: dict[str, inlining.Function] = {
 }
 """The function that computes each instruction. Source: BatchNormTraining, BatchNormInference, BatchNormGrad
 in https://openxla.org/xla/operation_semantics."""
+
+
+def _training_in_library(
+    x: jax.Array, scale: jax.Array, offset: jax.Array, *, axis: int, epsilon: float
+) -> tuple[jax.Array, ...]:
+    array = by_feature(x, axis, axis + 1)
+    call = jax.ffi.ffi_call(TARGET, (array, scale, scale))  # type: ignore[no-untyped-call]
+    result, mean, variance = call(array, scale, offset, jnp.float32(epsilon))
+    return result.reshape(x.shape), mean, variance
+
+
+def _gradient_in_library(
+    x: jax.Array,
+    scale: jax.Array,
+    mean: jax.Array,
+    variance: jax.Array,
+    gradient: jax.Array,
+    *,
+    axis: int,
+    epsilon: float,
+) -> tuple[jax.Array, ...]:
+    array, gradients = by_feature(x, axis, axis + 1), by_feature(gradient, axis, axis + 1)
+    call = jax.ffi.ffi_call(GRADIENT_TARGET, (array, scale, scale))  # type: ignore[no-untyped-call]
+    of_x, of_scale, of_offset = call(array, scale, mean, variance, gradients, jnp.float32(epsilon))
+    return of_x.reshape(x.shape), of_scale, of_offset
+
+
+_IN_LIBRARY: dict[str, inlining.Function] = {
+    "batch-norm-training": _training_in_library,
+    "batch-norm-grad": _gradient_in_library,
+}
 
 
 def _all_but(axis: int, x: jax.Array) -> tuple[int, ...]:

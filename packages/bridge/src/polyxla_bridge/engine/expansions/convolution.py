@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jax import lax, numpy
 
 from polyxla_bridge.engine.expansions import inlining, torch_library
 from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.cache import cpu
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 TARGET = "polyxla_convolution"
@@ -23,6 +25,11 @@ _LEAST_FEATURES = 8
 """Features of an image below which XLA's gradient of it is as fast, if the stride is not 1."""
 _DTYPES = frozenset(("float32", "bfloat16", "float16"))
 _MOST_DIMENSIONS = 3
+
+
+@cache
+def _has_avx512() -> bool:
+    return "avx512f" in cpu().split()
 
 
 class _Kind(enum.IntEnum):
@@ -85,7 +92,7 @@ class _Convolution:
         is_small = set(self.kernel[2:]) == {1} or features < _LEAST_FEATURES
         if self.kind is _Kind.IMAGE_GRADIENT and set(self.stride) != {1} and is_small:
             return False
-        if self.kind is _Kind.KERNEL_GRADIENT and features == 1:
+        if self.kind is _Kind.KERNEL_GRADIENT and features == 1 and not _has_avx512():
             return False
         # Each number of the kernel meets each place of the result.
         batch, _, *places = self.result
@@ -125,8 +132,8 @@ class _Convolution:
 def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
     """Return torch's function for a convolution; None for another instruction, or if XLA's is to stay.
 
-    Whether torch's is taken follows from the sizes, and not from a measurement: a program's numbers would
-    change from run to run.
+    Whether torch's is taken follows from the sizes and the processor, and not from a measurement: a program's
+    numbers would change from run to run.
     """
     if instruction.opcode != "convolution":
         return None

@@ -3,8 +3,9 @@
 XLA:CPU keeps a sum of bfloat16 or float16 numbers in their own type, and rounds it after each of them.
 PyTorch's CPU and GPUs add in float32, and round once.
 
-A sum over the first dimensions, as for the gradient of a layer's bias, is one of columns. XLA:CPU adds them
-one by one, and not as vectors; the C library does.
+A sum over the first dimensions, as for the gradient of a layer's bias, is one of columns; one over the first
+and the last, as for that of a convolution's bias, is one of features. XLA:CPU adds their numbers one by one,
+and not as vectors; the C library does.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from functools import partial
 import jax
 from jax import lax, numpy
 
-from polyxla_bridge.engine.expansions import inlining
+from polyxla_bridge.engine.expansions import batch_norm, inlining
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
-TARGET = "polyxla_column_sums"
-"""The C library's function."""
+TARGET, FEATURES_TARGET = "polyxla_column_sums", "polyxla_feature_sums"
+"""The C library's functions."""
 LEAST_SIZE = 1 << 18
 """Numbers in an array below which XLA's sum of its columns is as fast."""
 _LEAST_COLUMNS = 16
@@ -49,7 +50,18 @@ def choose(
     is_of_columns = summed == tuple(range(len(summed))) and math.prod(columns) >= _LEAST_COLUMNS
     if calls_library and is_of_columns and math.prod(dims) >= LEAST_SIZE:
         return partial(_in_library, columns)
+    first, last = _kept(summed, len(dims))
+    is_of_features = 0 < first < last < len(dims)
+    is_large = math.prod(dims) >= batch_norm.LEAST_SIZE and math.prod(dims[last:]) >= batch_norm.LEAST_PLACES
+    if calls_library and is_of_features and is_large:
+        return partial(_of_features, first, last)
     return partial(_add, summed) if dtype in _NARROW else None
+
+
+def _kept(summed: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """Return the range of the dimensions that are not summed; an empty one if they are not adjacent."""
+    kept = [dimension for dimension in range(rank) if dimension not in summed]
+    return (kept[0], kept[-1] + 1) if kept and kept[-1] - kept[0] < len(kept) else (0, 0)
 
 
 def _add(dimensions: tuple[int, ...], numbers: jax.Array, initial: jax.Array) -> jax.Array:
@@ -64,3 +76,10 @@ def _in_library(columns: tuple[int, ...], numbers: jax.Array, initial: jax.Array
     matrix = numbers.astype(numpy.float32).reshape(-1, count)
     sums: jax.Array = call(matrix, initial.astype(numpy.float32))
     return sums.reshape(columns).astype(numbers.dtype)
+
+
+def _of_features(first: int, last: int, numbers: jax.Array, initial: jax.Array) -> jax.Array:
+    array = batch_norm.by_feature(numbers.astype(numpy.float32), first, last)
+    call = jax.ffi.ffi_call(FEATURES_TARGET, jax.ShapeDtypeStruct(array.shape[1:2], numpy.float32))  # type: ignore[no-untyped-call]
+    sums: jax.Array = call(array, initial.astype(numpy.float32))
+    return sums.reshape(numbers.shape[first:last]).astype(numbers.dtype)
