@@ -20,7 +20,8 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla.plugin import free_ports
 from polyxla_bridge import native
-from polyxla_bridge.engine.jax_engine import JaxEngine, numpy_dtype
+from polyxla_bridge.engine.clients import numpy_dtype
+from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.shared_memory import SharedMemory
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError

@@ -1,4 +1,4 @@
-"""Sums of narrow numbers are rounded once, as PyTorch rounds them; those of columns and features are the C library's."""
+"""Sums of narrow numbers are rounded once, as PyTorch rounds them; some sums are the C library's."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax
@@ -24,6 +25,7 @@ from polyxla_bridge.engine.coordination_service import CoordinationService
 from polyxla_bridge.engine.numbering import Share, Shares
 from polyxla_bridge.engine.shared_memory import SharedMemory
 from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.programs.executable import ArrayType
 
 CONNECT_TIMEOUT_S = 120
 """Longest wait until the clients of all replicas are connected, in seconds."""
@@ -174,6 +176,19 @@ class Clients:
             device = self._device(index)
             return _jax.batched_device_put(aval, self._shardings[index], [host], [device])
 
+    def handlers(self, index: int, types: Sequence[ArrayType]) -> list[Any]:
+        """Return what makes jax's arrays of a program's results on a replica, without Python for each."""
+        with jax.enable_x64(True):
+            return [
+                _jax.array_result_handler(
+                    jax.core.ShapedArray(type_.dims, numpy_dtype(type_.dtype)),
+                    sharding=self._shardings[index],
+                    committed=True,
+                    _skip_checks=True,
+                )
+                for type_ in types
+            ]
+
     def wait_for_others(self, timeout_s: float) -> None:
         """Wait in process 0 until every other process has left.
 
@@ -208,15 +223,20 @@ class JaxProgram:
         clients: the clients of this process.
         loaded: the program by replica, as far as it is loaded already.
         data: the program in jaxlib's format.
+        results: types of its results.
 
     Attributes:
         data: as above.
     """
 
-    def __init__(self, clients: Clients, loaded: dict[int, Any], data: bytes) -> None:
+    def __init__(
+        self, clients: Clients, loaded: dict[int, Any], data: bytes, results: Sequence[ArrayType]
+    ) -> None:
         self.data = data
         self._clients = clients
         self._loaded = loaded
+        self._results = results
+        self._handlers: dict[int, list[Any]] = {}
         self._lock = threading.Lock()
 
     def on(self, index: int) -> Any:
@@ -227,3 +247,16 @@ class JaxProgram:
                 if index not in self._loaded:
                     self._loaded[index] = self._clients.load(index, self.data)
         return self._loaded[index]
+
+    def run(self, index: int, arguments: list[Any]) -> list[Any]:
+        """Start the program on one replica; return its results, which may not be computed yet."""
+        results = self.on(index).execute_sharded(arguments)
+        if index not in self._handlers:
+            self._handlers[index] = self._clients.handlers(index, self._results)
+        arrays: list[Any] = results.consume_with_handlers(self._handlers[index])
+        return arrays
+
+
+def numpy_dtype(name: str) -> Any:
+    """Return numpy's dtype of this name, or ml_dtypes'."""
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)

@@ -97,7 +97,8 @@ class Compiler(CompileOnce):
         )
         # Serialise the program now: its first execution resolves the comparator of a sort, and jaxlib cannot
         # serialise that.
-        program = JaxProgram(self._clients, {first: native}, self._clients.serialize(first, native))
+        data = self._clients.serialize(first, native)
+        program = JaxProgram(self._clients, {first: native}, data, executable.outputs)
         return self._attach(executable, program)
 
     def _attach(self, executable: Executable, program: JaxProgram) -> Executable:
@@ -139,7 +140,7 @@ class Compiler(CompileOnce):
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process of a job with as many devices."""
         unpacked = unpack(data, self._settings.replicas, COMPILER)
-        program = JaxProgram(self._clients, {}, unpacked.native)
+        program = JaxProgram(self._clients, {}, unpacked.native, unpacked.executable.outputs)
         if not self._clients.memory.is_shared and hlo.shares_memory(unpacked.executable.optimized_hlo):
             raise PjrtError(
                 Code.INVALID_ARGUMENT,

@@ -12,12 +12,11 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, wait
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from jaxlib import _jax
 
 from polyxla_bridge.engine import stall_watchdog
-from polyxla_bridge.engine.clients import Clients
+from polyxla_bridge.engine.clients import Clients, numpy_dtype
 from polyxla_bridge.engine.compiler import Compiler
 from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, EngineDevice
 from polyxla_bridge.engine.futures import (
@@ -112,7 +111,8 @@ class JaxEngine(LocalEngine):
 
     def _compute(self, executable: Executable, index: int, arguments: list[Any]) -> list[Any]:
         native, account = executable.native, self._accounts[index]
-        loaded = native["program"].on(index)
+        # Load the program before the others wait for this replica.
+        native["program"].on(index)
         meets = self._agree(self._agreement, executable, index) if self._agreement is not None else None
         self._threads[index].enter(executable.name, native["collectives"], native["groups"])
         if meets is not None and self._coordinator is not None:
@@ -120,8 +120,7 @@ class JaxEngine(LocalEngine):
         own = native["memory"].own
         account.reserve(own, f"program {executable.name}")
         try:
-            results = loaded.execute_sharded(arguments)
-            arrays = [parts[0] for parts in results.disassemble_into_single_device_arrays()]
+            arrays: list[Any] = native["program"].run(index, arguments)
             # An error of the computation itself is raised here, not by the call above.
             _jax.batched_block_until_ready(arrays)
         except BaseException:
@@ -302,8 +301,3 @@ def _written(host: np.ndarray[Any, Any], into: memoryview) -> memoryview:
     # numpy copies without the GIL; slicing a memoryview would hold it.
     np.frombuffer(into, np.uint8)[:] = np.frombuffer(_bytes(host), np.uint8)
     return into
-
-
-def numpy_dtype(name: str) -> Any:
-    """Return numpy's dtype of this name, or ml_dtypes'."""
-    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)

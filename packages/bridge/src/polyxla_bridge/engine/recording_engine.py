@@ -12,9 +12,10 @@ import numpy as np
 from jaxlib import xla_client
 
 from polyxla_bridge.abi import Code, width
+from polyxla_bridge.engine.clients import numpy_dtype
 from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike
-from polyxla_bridge.engine.jax_engine import JaxEngine, numpy_dtype
+from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError

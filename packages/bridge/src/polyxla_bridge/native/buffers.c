@@ -2,6 +2,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "objects.h"
 
@@ -104,12 +105,17 @@ void polyxla_outputs(void *place, size_t count, const int *types, const size_t *
   }
 }
 
-/* Wait until the queue has an entry; return false once the queue is stopped. */
+/* Wait until the queue has had an entry for a while; return false once the queue is stopped.
+ *
+ * Frameworks delete many arrays one after the other, and Python takes them all at once: for each time, the thread that
+ * does needs the GIL, which those that compute need, too. */
 bool polyxla_wait(void) {
+  static const struct timespec while_more_follow = {.tv_nsec = 1000000};
   lock();
   while (queue.first == NULL && !queue.is_stopped) pthread_cond_wait(&queue.filled, &queue.lock);
   bool is_stopped = queue.is_stopped;
   unlock();
+  if (!is_stopped) nanosleep(&while_more_follow, NULL);
   return !is_stopped;
 }
 

@@ -9,7 +9,6 @@ from typing import Any
 from polyxla_bridge import abi, native
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Buffer
-from polyxla_bridge.engine.futures import CompletedFuture
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import compile_request, hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
@@ -189,13 +188,14 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
     for row, used in zip(rows, buffers, strict=True):
         _delete_donated(row, used)
     lists = read_array(args.output_lists, len(places), ctypes.c_void_p)
-    for place, outputs, where in zip(places, results, lists, strict=True):
-        handles = bridge.make_buffers(place, outputs, _outputs(executable))
-        ctypes.memmove(where, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
+    # All results of a device complete together, so its first result tells when the device is done.
+    events: list[Any] = [None for _ in places]
     if args.device_complete_events:
-        # All results of a device complete together, so its first result tells when the device is done.
-        events = (ctypes.c_void_p * len(places)).from_address(args.device_complete_events)
-        events[:] = [bridge.event(result[0].value if result else CompletedFuture()) for result in results]
+        events = [native.LOCKED.polyxla_event() for _ in places]
+        (ctypes.c_void_p * len(places)).from_address(args.device_complete_events)[:] = events
+    for place, outputs, where, done in zip(places, results, lists, events, strict=True):
+        handles = bridge.make_buffers(place, outputs, _outputs(executable), done)
+        ctypes.memmove(where, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
 
 
 def _partitioned(

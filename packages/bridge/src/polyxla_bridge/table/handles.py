@@ -13,7 +13,7 @@ from typing import Any
 
 from polyxla_bridge.abi import DTYPES, Code, Deleter, NamedValue, NamedValueType, Record
 from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, Engine, EngineDevice
-from polyxla_bridge.engine.futures import FutureLike, completion_of
+from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.native import LOCKED, UNLOCKED
 from polyxla_bridge.programs.executable import ArrayType
@@ -238,8 +238,17 @@ class Bridge:
 
         done.add_done_callback(complete)
 
-    def make_buffers(self, place: int, buffers: Sequence[Buffer], types: ArrayTypes) -> Any:
-        """Return a C array of new PJRT_Buffers on device `place`, each ready when its engine buffer is."""
+    def make_buffers(
+        self, place: int, buffers: Sequence[Buffer], types: ArrayTypes, done: int | None = None
+    ) -> Any:
+        """Return a C array of new PJRT_Buffers on device `place`, each ready when its engine buffer is.
+
+        Args:
+            place: handle of the device.
+            buffers: the engine's.
+            types: of the buffers.
+            done: a PJRT_Event that completes with the first buffer; at once if there is none.
+        """
         handles, events = array([0] * len(buffers)), array([0] * len(buffers))
         LOCKED.polyxla_outputs(place, len(buffers), types.numbers, types.ranks, types.dims, handles, events)
         # Results of one execution complete together: one callback completes all their events.
@@ -248,8 +257,11 @@ class Bridge:
         for buffer, handle, event in zip(buffers, handles, events, strict=False):
             self._buffers[handle] = buffer
             together.setdefault(completion_of(buffer.value), []).append(event)
-        for done, ready in together.items():
-            self._complete_with(done, ready)
+        if done is not None:
+            first = completion_of(buffers[0].value) if buffers else CompletedFuture()
+            together.setdefault(first, []).append(done)
+        for completion, ready in together.items():
+            self._complete_with(completion, ready)
         return handles
 
     def buffer(self, handle: int) -> Buffer:

@@ -3,8 +3,8 @@
 XLA's partitioner cannot split the batch norm instructions: it gathers the whole batch on every device, and
 each device then computes everything. It can split the instructions that compute a batch norm.
 
-On one device, XLA:CPU adds the numbers of a feature one by one, and on one thread. The C library adds vectors,
-and divides the features among threads.
+On one device, XLA:CPU adds the numbers of a feature one by one, and on one thread. The C library adds
+vectors, and divides the features among threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def choose(instruction: Instruction, program: inlining.Program) -> inlining.Func
 
 
 def choose_in_library(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
-    """Return what calls the C library for a batch norm; None for another instruction, or if XLA's is to stay."""
+    """Return what calls the C library for a batch norm; None if the instruction is to stay."""
     if instruction.opcode not in _IN_LIBRARY:
         return None
     types = [hlo.array_type(program.instructions[number].shape) for number in instruction.operand_ids]
@@ -117,7 +117,7 @@ def _training_in_library(
     x: jax.Array, scale: jax.Array, offset: jax.Array, *, axis: int, epsilon: float
 ) -> tuple[jax.Array, ...]:
     array = by_feature(x, axis, axis + 1)
-    call = jax.ffi.ffi_call(TARGET, (array, scale, scale))  # type: ignore[no-untyped-call]
+    call = jax.ffi.ffi_call(TARGET, (array, scale, scale))
     result, mean, variance = call(array, scale, offset, jnp.float32(epsilon))
     return result.reshape(x.shape), mean, variance
 
@@ -133,7 +133,7 @@ def _gradient_in_library(
     epsilon: float,
 ) -> tuple[jax.Array, ...]:
     array, gradients = by_feature(x, axis, axis + 1), by_feature(gradient, axis, axis + 1)
-    call = jax.ffi.ffi_call(GRADIENT_TARGET, (array, scale, scale))  # type: ignore[no-untyped-call]
+    call = jax.ffi.ffi_call(GRADIENT_TARGET, (array, scale, scale))
     of_x, of_scale, of_offset = call(array, scale, mean, variance, gradients, jnp.float32(epsilon))
     return of_x.reshape(x.shape), of_scale, of_offset
 
