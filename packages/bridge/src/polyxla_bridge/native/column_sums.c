@@ -11,8 +11,6 @@ typedef struct {
   int64_t rows, columns, pieces;
 } Sums;
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static void add_columns(const Sums *sums, int64_t first, int64_t count) {
   double total[COLUMNS];
   for (int64_t i = 0; i < count; i++) total[i] = sums->initial;

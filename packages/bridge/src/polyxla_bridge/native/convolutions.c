@@ -67,8 +67,6 @@ static void compute(void *data, int64_t piece) {
   polyxla_torch.set_threads(threads);
 }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Cuts the work along the batch, and along features if the batch is too small. */
 static void cut(Convolution *work, int64_t threads) {
   const Array *kernel = work->kind == KERNEL_GRADIENT ? &work->result : &work->operands[1];

@@ -22,8 +22,6 @@ struct Features {
   void (*compute)(const Features *work, int64_t feature);
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Adds some numbers to sums, whose total is the sum. The compiler makes vector instructions of this. */
 static void add(double *sums, const float *numbers, int64_t count) {
   for (int64_t start = 0; start < count; start += CHUNK) {

@@ -13,10 +13,6 @@ typedef struct {
   bool is_last;
 } Pool;
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* A range of indices. */
 typedef struct {
   int64_t start, end;

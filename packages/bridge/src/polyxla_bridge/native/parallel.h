@@ -11,6 +11,10 @@
 #define VECTORS
 #endif
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 /* Returns how many threads XLA has for a program. */
 int64_t polyxla_threads(const FfiCall *call);
 
