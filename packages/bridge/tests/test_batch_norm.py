@@ -99,7 +99,7 @@ def test_a_program_without_batch_norms_stays_as_it_is() -> None:
         ((3, 5, 30, 30), 1),
         # The last numbers fill neither a vector nor a chunk.
         ((2, 3, 1500), 1),
-        ((1, 9000, 8), 1),
+        ((130, 9, 2, 4), 1),
         ((2, 4, 6, 7, 33), 2),
         ((1, 1, 9000), 1),
         ((4, 3000), 0),
@@ -149,7 +149,8 @@ def test_a_number_that_is_none_spoils_only_its_feature(number: float, computed: 
     ("kind", "dtype", "dims", "feature"),
     [
         ("batch-norm-training", "f32", (2, 4, 5), 1),
-        ("batch-norm-training", "f32", (100, 100), 1),
+        ("batch-norm-training", "f32", (300, 100), 1),
+        ("batch-norm-training", "f32", (1, 8000, 128), 1),
         ("batch-norm-training", "bf16", (8, 16, 32, 32), 1),
         ("batch-norm-grad", "f64", (8, 16, 32, 32), 1),
         ("batch-norm-grad", "f32", (0, 16, 32, 32), 1),

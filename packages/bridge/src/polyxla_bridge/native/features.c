@@ -23,7 +23,7 @@ struct Features {
 };
 
 /* Adds some numbers to sums, whose total is the sum. The compiler makes vector instructions of this. */
-static void add(double *sums, const float *numbers, int64_t count) {
+VECTORS static void add(double *sums, const float *numbers, int64_t count) {
   for (int64_t start = 0; start < count; start += CHUNK) {
     int64_t stop = least(start + CHUNK, count), i = start;
     float some[LANES] = {0};
@@ -35,7 +35,7 @@ static void add(double *sums, const float *numbers, int64_t count) {
 }
 
 /* Adds the products of a number and the deviation of another from its mean. */
-static void add_products(double *sums, const float *factors, float less, const float *numbers, float mean,
+VECTORS static void add_products(double *sums, const float *factors, float less, const float *numbers, float mean,
                          int64_t count) {
   for (int64_t start = 0; start < count; start += CHUNK) {
     int64_t stop = least(start + CHUNK, count), i = start;
@@ -79,7 +79,7 @@ static void add_up(const Features *work, int64_t feature) {
   work->result[feature] = (float)(work->initial + sum_of(work, feature, work->numbers));
 }
 
-static void normalise(const Features *work, int64_t feature) {
+VECTORS static void normalise(const Features *work, int64_t feature) {
   double count = work->batches * work->places;
   float mean = (float)(sum_of(work, feature, work->numbers) / count);
   float variance = (float)(sum_of_products(work, feature, work->numbers, mean, mean) / count);
@@ -93,7 +93,7 @@ static void normalise(const Features *work, int64_t feature) {
   work->variance[feature] = variance;
 }
 
-static void differentiate(const Features *work, int64_t feature) {
+VECTORS static void differentiate(const Features *work, int64_t feature) {
   float mean = work->known_mean[feature], deviation = 1 / sqrtf(work->known_variance[feature] + work->epsilon);
   double count = work->batches * work->places, sum = sum_of(work, feature, work->gradients);
   double products = sum_of_products(work, feature, work->gradients, 0, mean);

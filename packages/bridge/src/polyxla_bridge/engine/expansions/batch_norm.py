@@ -21,10 +21,9 @@ from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
 TARGET, GRADIENT_TARGET = "polyxla_batch_norm", "polyxla_batch_norm_gradient"
 """The C library's functions."""
-LEAST_SIZE = 1 << 13
-"""Numbers in an array below which XLA's batch norm is as fast."""
-LEAST_PLACES = 8
-"""Adjacent numbers of a feature below which XLA's is as fast."""
+_LEAST_SIZE, _LEAST_NUMBERS, _LEAST_PLACES = 1 << 13, 256, 8
+"""Numbers in an array, those of a feature, and those of a feature that are adjacent, below which XLA's batch
+norms are as fast, and its sums of features."""
 
 
 def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
@@ -42,10 +41,16 @@ def choose_in_library(instruction: Instruction, program: inlining.Program) -> in
         return None
     types = [hlo.array_type(program.instructions[number].shape) for number in instruction.operand_ids]
     dims, axis = types[0][1], instruction.feature_index
-    is_large = math.prod(dims) >= LEAST_SIZE and math.prod(dims[axis + 1 :]) >= LEAST_PLACES
-    if not is_large or {dtype for dtype, _ in types} != {"float32"}:
+    if not are_large(dims, axis, axis + 1) or {dtype for dtype, _ in types} != {"float32"}:
         return None
     return partial(_IN_LIBRARY[instruction.opcode], axis=axis, epsilon=instruction.epsilon)
+
+
+def are_large(dims: tuple[int, ...], first: int, last: int) -> bool:
+    """Return whether features are so large that the C library adds their numbers faster than XLA."""
+    size, adjacent = math.prod(dims), math.prod(dims[last:])
+    numbers = size // max(1, math.prod(dims[first:last]))
+    return size >= _LEAST_SIZE and numbers >= _LEAST_NUMBERS and adjacent >= _LEAST_PLACES
 
 
 def by_feature(x: jax.Array, first: int, last: int) -> jax.Array:

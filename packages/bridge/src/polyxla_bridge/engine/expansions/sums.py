@@ -52,8 +52,7 @@ def choose(
         return partial(_in_library, columns)
     first, last = _kept(summed, len(dims))
     is_of_features = 0 < first < last < len(dims)
-    is_large = math.prod(dims) >= batch_norm.LEAST_SIZE and math.prod(dims[last:]) >= batch_norm.LEAST_PLACES
-    if calls_library and is_of_features and is_large:
+    if calls_library and is_of_features and batch_norm.are_large(dims, first, last):
         return partial(_of_features, first, last)
     return partial(_add, summed) if dtype in _NARROW else None
 
