@@ -43,6 +43,18 @@ def test_plain_python_starts_the_number_of_replicas_in_the_environment(clean_env
     assert sums(done.stdout) == [("0", "2", "1.0"), ("1", "2", "1.0")]
 
 
+@pytest.mark.parametrize(("chosen", "threads"), [(None, max(1, len(os.sched_getaffinity(0)) // 4)), ("2", 2)])
+def test_replicas_divide_the_cores_among_torchs_threads(
+    clean_environ: dict[str, str], chosen: str | None, threads: int
+) -> None:
+    variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"} | (
+        {"OMP_NUM_THREADS": chosen} if chosen else {}
+    )
+    done = run([sys.executable, str(PROGRAMS / "count_threads.py")], clean_environ | variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"THREADS [{threads}, {threads}, {threads}, {threads}]\n"
+
+
 def test_a_replica_imports_the_script_before_it_opens_a_device(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     done = run([sys.executable, str(PROGRAMS / "enable_plugins.py")], environ)

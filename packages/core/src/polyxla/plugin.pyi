@@ -238,6 +238,7 @@ from polyxla.tpu.env import (
 )
 from polyxla.tpu.launching import (
     run_plan as run_plan,
+    share_cores as share_cores,
 )
 from polyxla.tpu.monitor.replica_watch import (
     report_stalls as report_stalls,

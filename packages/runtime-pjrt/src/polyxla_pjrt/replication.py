@@ -39,6 +39,7 @@ from polyxla.plugin import (
     prepare_process,
     report_stalls,
     require_all,
+    share_cores,
     sigterm_ends_quietly,
     snapshot,
     torchrun,
@@ -165,6 +166,7 @@ def run_replicas(job: Job, plan: PjrtPlan, process: int) -> list[Any]:
     # Before torch_xla starts: if a host fails during the start, this process must end too.
     watch_replicas(snapshot(), TorchXlaProbe)
     prepare_process(shares_gil=plan.layout.threads > 1)
+    share_cores(plan, job.environ)
     # This opens the devices, where libtpu may find them held by another process.
     with naming_holders(), sigterm_ends_quietly():
         pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)

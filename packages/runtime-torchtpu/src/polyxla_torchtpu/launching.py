@@ -15,6 +15,7 @@ from polyxla.plugin import (
     Place,
     refuse_inline,
     run_plan,
+    share_cores,
     snapshot,
     temporary_environ,
     torchrun,
@@ -76,6 +77,7 @@ def _run_process(job: Job, place: TorchTpuPlace) -> list[Any]:
 
 def _run_replica(job: Job, place: TorchTpuPlace) -> list[Any]:
     """Run a replica. If it fails, say which program was the first to fail: TorchTPU may not say it."""
+    share_cores(place.plan, job.environ)
     try:
         return [job.run(place)]
     except Exception as error:

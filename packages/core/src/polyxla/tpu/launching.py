@@ -9,9 +9,12 @@ from typing import Any
 from polyxla.contracts.job import Job, ProcessMethod
 from polyxla.launcher.processes import run_processes
 from polyxla.tpu import torchrun
-from polyxla.tpu.layout import Place, PlanT
+from polyxla.tpu.layout import Place, Plan, PlanT
 from polyxla.tpu.monitor.server import monitored
 from polyxla.tpu.secret import with_secret
+
+THREAD_NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables that choose torch's number of threads. Source: ``torch.__config__.parallel_info()``."""
 
 
 def run_plan(
@@ -49,3 +52,24 @@ def run_plan(
         slices = [process // each for process in plan.processes_here] if plan.slices > 1 else ()
         results = run_processes(job, places, environs, run=run, method=method, preload=preload, slices=slices)
     return [result for of_process in results for result in of_process]
+
+
+def share_cores(plan: Plan, environ: Mapping[str, str]) -> None:
+    """Give torch's own operations on the host as many threads as this process has cores.
+
+    With a thread for each core in each process, they take the cores from the replicas' devices: between two
+    operations, a thread of OpenMP spins. torchrun gives each process one thread. A number that the user has
+    chosen, by a variable or in the program, stays if it is not higher.
+
+    Args:
+        plan: where the replicas run.
+        environ: variables of the launching process.
+    """
+    processes = len(plan.processes_here)
+    if processes == 1 or any(name in environ for name in THREAD_NUMBERS):
+        return
+    import torch
+
+    share = max(1, len(os.sched_getaffinity(0)) // processes)
+    if torch.get_num_threads() > share:
+        torch.set_num_threads(share)
