@@ -68,6 +68,21 @@ def in_library(data: bytes) -> bytes:
     return inlining.replace(data, partial(sums.choose, calls_library=True))
 
 
+def assert_sums(computed: Computed, program: bytes, dims: str, dimensions: str, dtype: str) -> None:
+    """Assert that a program adds random numbers to 0.5 as numpy does in double precision."""
+    shape = [int(size) for size in dims.split(",")]
+    kind = np.dtype(np.float32 if dtype == "f32" else ml_dtypes.bfloat16)
+    numbers = np.random.default_rng(0).normal(size=shape).astype(kind)
+    over = tuple(int(dimension) for dimension in dimensions.split(","))
+    exact = numbers.astype(np.float64).sum(axis=over) + 0.5
+    (found,) = computed(program, [numbers])
+    assert found.shape == exact.shape
+    rounding = 2**-8 if dtype == "bf16" else 1e-6
+    np.testing.assert_allclose(
+        found.astype(np.float64), exact, rtol=rounding, atol=1e-6 * math.prod(shape) ** 0.5
+    )
+
+
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize(
     ("dims", "dimensions", "result"),
@@ -79,17 +94,7 @@ def test_the_library_adds_columns(
     monkeypatch.setattr(sums, "LEAST_SIZE", 0)
     replaced = in_library(columns(dims, dimensions, result, dtype))
     assert hlo.called_targets(replaced) == {sums.TARGET}
-    shape = [int(size) for size in dims.split(",")]
-    kind = np.dtype(np.float32 if dtype == "f32" else ml_dtypes.bfloat16)
-    numbers = np.random.default_rng(0).normal(size=shape).astype(kind)
-    over = tuple(int(dimension) for dimension in dimensions.split(","))
-    exact = numbers.astype(np.float64).sum(axis=over) + 0.5
-    (found,) = computed(replaced, [numbers])
-    assert found.shape == exact.shape
-    rounding = 2**-8 if dtype == "bf16" else 1e-6
-    np.testing.assert_allclose(
-        found.astype(np.float64), exact, rtol=rounding, atol=1e-6 * math.prod(shape) ** 0.5
-    )
+    assert_sums(computed, replaced, dims, dimensions, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -102,17 +107,7 @@ def test_the_library_adds_features(
 ) -> None:
     replaced = in_library(columns(dims, dimensions, result, dtype))
     assert hlo.called_targets(replaced) == {sums.FEATURES_TARGET}
-    shape = [int(size) for size in dims.split(",")]
-    kind = np.dtype(np.float32 if dtype == "f32" else ml_dtypes.bfloat16)
-    numbers = np.random.default_rng(0).normal(size=shape).astype(kind)
-    over = tuple(int(dimension) for dimension in dimensions.split(","))
-    exact = numbers.astype(np.float64).sum(axis=over) + 0.5
-    (found,) = computed(replaced, [numbers])
-    assert found.shape == exact.shape
-    rounding = 2**-8 if dtype == "bf16" else 1e-6
-    np.testing.assert_allclose(
-        found.astype(np.float64), exact, rtol=rounding, atol=1e-6 * math.prod(shape) ** 0.5
-    )
+    assert_sums(computed, replaced, dims, dimensions, dtype)
 
 
 def test_a_long_sum_of_columns_is_exact(computed: Computed) -> None:
