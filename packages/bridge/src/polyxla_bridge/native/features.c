@@ -34,9 +34,9 @@ VECTORS static void add(double *sums, const float *numbers, int64_t count) {
   }
 }
 
-/* Adds the products of a number and the deviation of another from its mean. */
+/* Adds the products of a factor, less a number, and the deviation of another number from its mean. */
 VECTORS static void add_products(double *sums, const float *factors, float less, const float *numbers, float mean,
-                         int64_t count) {
+                                 int64_t count) {
   for (int64_t start = 0; start < count; start += CHUNK) {
     int64_t stop = least(start + CHUNK, count), i = start;
     float some[LANES] = {0};

@@ -189,7 +189,7 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
         _delete_donated(row, used)
     lists = read_array(args.output_lists, len(places), ctypes.c_void_p)
     # All results of a device complete together, so its first result tells when the device is done.
-    events: list[Any] = [None for _ in places]
+    events: list[Any] = [None] * len(places)
     if args.device_complete_events:
         events = [native.LOCKED.polyxla_event() for _ in places]
         (ctypes.c_void_p * len(places)).from_address(args.device_complete_events)[:] = events

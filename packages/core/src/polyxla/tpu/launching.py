@@ -1,4 +1,4 @@
-"""Starting the processes of a plan, in the launching process."""
+"""Starting the processes of a plan, and what each of them then takes of the machine."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ def run_plan(
 
 def share_cores(plan: Plan, environ: Mapping[str, str]) -> None:
     """Give torch's own operations on the host as many threads as this process has cores.
+
+    Each process calls it, once it may import torch.
 
     With a thread for each core in each process, they take the cores from the replicas' devices: between two
     operations, a thread of OpenMP spins. torchrun gives each process one thread. A number that the user has
