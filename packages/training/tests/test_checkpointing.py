@@ -186,13 +186,25 @@ def test_on_a_signal_it_saves_and_then_ends(
 
 
 def test_a_signal_ends_an_evaluation_at_once() -> None:
+    ended = threading.Event()
+    replicas: list[threading.Thread] = []
+
     class Validates(_Net):
         def validation_step(self, batch: Any) -> None:
-            signal.raise_signal(signal.SIGINT)
+            if not replicas:
+                replicas.append(threading.current_thread())
+                # The main thread handles it. A second signal could come after pytest.raises().
+                os.kill(os.getpid(), signal.SIGINT)
+                assert ended.wait(60), "the evaluation goes on"
 
     trainer = Trainer(runtime="fake", devices=1, log_dir=None, progress=False, checkpoint_dir="saved")
-    with pytest.raises(KeyboardInterrupt):
-        trainer.validate(Validates(), _data())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.validate(Validates(), _data())
+    finally:
+        ended.set()
+    replicas[0].join(60)
+    assert not replicas[0].is_alive()
 
 
 class _Slow(_Net):
