@@ -581,8 +581,14 @@ def bench(session: nox.Session) -> None:
         session.error(f"nox -s bench -- NAME, one of: all, {', '.join(sorted(names))}")
     if name == "all":
         session.notify("bench-torchtpu", arguments)
+    failed = []
     for each in sorted(names) if name == "all" else [name]:
-        run_benchmark(session, each, arguments, WITH_TORCH_XLA, CONSTRAINTS)
+        try:
+            run_benchmark(session, each, arguments, WITH_TORCH_XLA, CONSTRAINTS)
+        except nox.command.CommandFailed:
+            failed.append(each)
+    if failed:
+        session.error(f"{', '.join(failed)} failed")
 
 
 @nox.session(name="bench-torchtpu")

@@ -21,7 +21,8 @@ from harness import main, row
 from jaxlib import _jax, xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.expansions import convolution, inlining
+from polyxla_bridge.engine import custom_calls
+from polyxla_bridge.engine.expansions import convolution, inlining, torch_library
 from polyxla_bridge.programs import hlo, rewrite
 
 ROUNDS = 8
@@ -111,6 +112,8 @@ class Compiled:
     """A program of XLA, with arguments."""
 
     def __init__(self, data: bytes) -> None:
+        for target in torch_library.TARGETS:
+            custom_calls.register(target)
         (device,) = jax.devices("cpu")[:1]
         numbers = np.random.default_rng(0)
         self._program = device.client.compile_and_load(
