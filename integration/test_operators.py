@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import polyxla
+from polyxla import Replica
+
 PROGRAM = Path(__file__).parent / "programs" / "operators.py"
 sys.path.append(str(PROGRAM.parent))
 from operators import ANY_SIZE, Numbers, difference  # noqa: E402
@@ -157,6 +160,42 @@ def test_operators_that_torch_xla_computes_wrongly_are_replaced(name: str) -> No
     ours, theirs = (_with_gradient(REPLACED[name], device) for device in ("xla", "cpu"))
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _normalised(replica: Replica | None) -> list[torch.Tensor]:
+    x = torch.randn(8, 6, 20, 20, generator=torch.Generator().manual_seed(0)) + 1000
+    # The C library computes the first: it has more numbers in a feature.
+    parts = [x, x[:, :, :2, :2]]
+    if replica:
+        parts = [replica.to_device(part) for part in parts]
+    norms = [
+        norm
+        for part in parts
+        for norm in (
+            F.batch_norm(part, part.new_zeros(6), part.new_ones(6), training=True),
+            F.layer_norm(part, part.shape[-1:]),
+            F.group_norm(part, 2),
+        )
+    ]
+    return [norm.cpu() for norm in norms]
+
+
+def test_norms_are_those_of_the_cpu_where_the_mean_is_large() -> None:
+    for norms in polyxla.launch(_normalised, devices=2, runtime="pjrt"):
+        for found, expected in zip(norms, _normalised(None), strict=True):
+            # A number has only seven digits, of which the mean takes four.
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+
+
+def test_interpolate_takes_its_scale_from_the_sizes() -> None:
+    x = VALUES.reshape(1, 1, 2, 3)
+    expected, given = (
+        F.interpolate(x, scale_factor=1.7, mode="bilinear", recompute_scale_factor=recompute)
+        for recompute in (True, False)
+    )
+    found = F.interpolate(x.to("xla"), scale_factor=1.7, mode="bilinear").cpu()
+    torch.testing.assert_close(found, expected)
+    assert difference([found], [given], TOLERANCE)
 
 
 @pytest.mark.long

@@ -61,6 +61,16 @@ def test_a_negated_view_has_its_sign() -> None:
     torch.testing.assert_close(found, _negated(None))
 
 
+def _normalised(replica: Replica | None) -> torch.Tensor:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)) + 1000
+    return F.layer_norm(replica.to_device(x) if replica else x, (5,)).cpu()
+
+
+def test_layer_norm_is_wrong_where_the_mean_is_large() -> None:
+    (found,) = polyxla.launch(_normalised, devices=1, runtime="torchtpu")
+    assert not torch.allclose(found, _normalised(None), rtol=0, atol=0.1)
+
+
 @pytest.mark.long
 def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     assert run(tmp_path, EMULATED, *OPERATORS.split()) == 0
