@@ -183,10 +183,10 @@ def trips() -> None:
         import polyxla_xrt.node
 
         engine: Any = polyxla_xrt.node._own.engine  # noqa: SLF001  (only this counts)
-        before = engine.waits
+        before = engine.session.waits
         for _ in range(TURNS):
             training.run(STEPS)
-        found.append((engine.waits - before) / (TURNS * STEPS))
+        found.append((engine.session.waits - before) / (TURNS * STEPS))
     print(json.dumps(found))
 
 

@@ -446,7 +446,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
     from polyxla_training.observe import step_counters
     from polyxla_training.observe.own_loop import step_watch, trained
     from polyxla_xrt import local_service
-    from polyxla_xrt.client import engine
+    from polyxla_xrt.client import executions
     from polyxla_xrt.config import configuration, credential_files, timeouts
     from polyxla_xrt.protocol import worker
 
@@ -477,7 +477,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"times out after {clients.CONNECT_TIMEOUT_S} s",
             f"is reported after {stall_watchdog.RETIRED_TIMEOUT_S:g} s",
             f"exits with code {failures.PARENT_GONE}",
-            f"At most {engine.MAX_IN_FLIGHT} executions are in flight",
+            f"At most {executions.MAX_IN_FLIGHT} executions are in flight",
         ],
         "checkpoints.md": [
             f"up to {words[api.WAIT_TIMEOUT_S / 60]} by default",

@@ -23,8 +23,9 @@ from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt import env
-from polyxla_xrt.client.engine import MAX_FRUITLESS, RemoteEngine
+from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.client.session import MAX_FRUITLESS
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.config.resuming import Resuming, read_resuming, refuse_resuming
@@ -160,7 +161,7 @@ def test_sessions_that_are_cut_leave_nothing(
     training, threads = Training(engine), 0
     for number in range(cuts):
         training.step()
-        engine._call.cancel()
+        engine.session._call.cancel()
         # The read waits for the next session.
         assert engine.to_host(training.weights).result(WAIT_S)
         threads = threads or threading.active_count() if number > 3 else 0
@@ -320,7 +321,7 @@ def test_a_program_that_ends_each_worker_is_not_sent_forever() -> None:
 
 
 def test_a_worker_that_begins_no_session_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyxla_xrt.client.engine.ATTACH_S", 0.5)
+    monkeypatch.setattr("polyxla_xrt.client.session.ATTACH_S", 0.5)
 
     def session(requests: Iterator[Any], _: Any) -> Iterator[bytes]:
         # It reads what comes until the client leaves, and answers nothing.

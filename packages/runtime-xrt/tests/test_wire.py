@@ -18,9 +18,9 @@ import pytest
 
 from polyxla_testing.processes import wait_until
 from polyxla_testing.wire import Direction, Fault, How, WireProxy
-from polyxla_xrt.client.engine import GOODBYE_S
 from polyxla_xrt.client.lease import REPLACED_S
 from polyxla_xrt.client.probe import SILENT, SPEAKS_HTTP2
+from polyxla_xrt.client.session import GOODBYE_S
 from polyxla_xrt.protocol import worker as protocol
 
 PROGRAMS = Path(__file__).parent / "programs"

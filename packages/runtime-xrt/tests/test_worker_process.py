@@ -32,9 +32,10 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 from polyxla.plugin import free_ports, snapshot
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType
-from polyxla_xrt.client import engine as client_engine
+from polyxla_xrt.client import session as client_session
 from polyxla_xrt.client.channel import WorkerChannel
-from polyxla_xrt.client.engine import MAX_IN_FLIGHT, RemoteEngine
+from polyxla_xrt.client.engine import RemoteEngine
+from polyxla_xrt.client.executions import MAX_IN_FLIGHT
 from polyxla_xrt.client.lease import REPLACED_S, Lease
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.errors import WorkerHeldError, WorkerRefusedError
@@ -239,7 +240,7 @@ def test_closing_after_the_worker_is_lost_waits_for_no_answer(
     for _ in range(2):
         with pytest.raises(PjrtError):
             engine.memory_stats(engine.devices[0])
-    monkeypatch.setattr(client_engine, "wait", lambda requests, _: waited.extend(requests))
+    monkeypatch.setattr(client_session, "wait", lambda requests, _: waited.extend(requests))
     engine.close()
     lease.close()
     assert all(request.done() for request in waited)
@@ -257,7 +258,7 @@ def test_a_limited_number_of_executions_is_in_flight(worker: Any) -> None:
         try:
             for _ in range(MAX_IN_FLIGHT):
                 (result,) = engine.execute(program, device, [one])
-            assert (MAX_IN_FLIGHT, engine.holdups) == (64, 0)
+            assert (MAX_IN_FLIGHT, engine.session.executions.holdups) == (64, 0)
             with ThreadPoolExecutor(1) as pool:
                 late = pool.submit(engine.execute, program, device, [one])
                 with pytest.raises(TimeoutError):
@@ -266,7 +267,7 @@ def test_a_limited_number_of_executions_is_in_flight(worker: Any) -> None:
                 (result,) = late.result(SOON_S)
         finally:
             os.kill(worker.serving_pid, signal.SIGCONT)
-        assert engine.holdups == 1
+        assert engine.session.executions.holdups == 1
         assert struct.unpack("<f", engine.to_host(result).result(SOON_S)) == (42.0,)
         engine.close()
     worker.wait_until_free()

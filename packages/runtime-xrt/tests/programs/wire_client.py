@@ -25,7 +25,8 @@ from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt import env
-from polyxla_xrt.client.engine import MAX_IN_FLIGHT, RemoteEngine
+from polyxla_xrt.client.engine import RemoteEngine
+from polyxla_xrt.client.executions import MAX_IN_FLIGHT
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.resuming import read_resuming
