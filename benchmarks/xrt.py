@@ -17,10 +17,12 @@ import json
 import operator
 import os
 import queue
+import secrets
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,9 +71,9 @@ def served(command: Sequence[str]) -> Iterator[tuple[str, int]]:
             process.wait(END_S)
 
 
-def worker(cores: int) -> contextlib.AbstractContextManager[tuple[str, int]]:
-    """Start a worker."""
-    options = ["--address", f"{HOST}:0", "--devices", str(cores), "--json"]
+def worker(cores: int, *more: str) -> contextlib.AbstractContextManager[tuple[str, int]]:
+    """Start a worker, with more options."""
+    options = ["--address", f"{HOST}:0", "--devices", str(cores), "--json", *more]
     return served([sys.executable, "-m", "polyxla", "worker", *options])
 
 
@@ -463,16 +465,17 @@ def encodings() -> None:
 
 def measure_latency() -> None:
     """Compare a worker behind a slow network with one behind a fast network, both through a proxy."""
-    with (
-        worker(1) as (first, _),
-        worker(1) as (second, _),
-        Distance(first, DISTANCE_S) as far,
-        Distance(second, 0.0) as near,
-        contest(
-            partial(SteadyContestant, reading, "convnet", BATCH, 1, node(far, 1)),
-            partial(SteadyContestant, reading, "convnet", BATCH, 1, node(near, 1)),
-        ) as (ours, peer),
-    ):
+    with contextlib.ExitStack() as stack:
+        # A client finds the token that a worker makes for itself by the worker's address, not by a proxy's.
+        token = stack.enter_context(tempfile.NamedTemporaryFile("w"))
+        print(secrets.token_hex(32), file=token, flush=True)
+        named = {"POLYXLA_XRT_TOKEN_FILE": token.name}
+        contestants = []
+        for delay_s in (DISTANCE_S, 0.0):
+            address, _ = stack.enter_context(worker(1, "--token-file", token.name))
+            through = node(stack.enter_context(Distance(address, delay_s)), 1)
+            contestants.append(partial(SteadyContestant, reading, "convnet", BATCH, 1, through | named))
+        ours, peer = stack.enter_context(contest(*contestants))
         case = f"latency: {DISTANCE_S * 1000:.0f} ms one way / 0"
         row(case, ours, peer, ours.beside(peer), at_least=0.8)
 
