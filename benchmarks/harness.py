@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import operator
 import os
 import resource
 import socket
@@ -18,12 +19,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from aims import AIMS
+
 ROUNDS = 6
 ROUND_S = 1.0
 """Approximate length of one round of one contestant, in seconds."""
 HOST = "127.0.0.1"
 JSON = "--json"
 NATIVE = {"PJRT_DEVICE": "CPU"}
+_IS_MET = {">=": operator.ge, "<=": operator.le}
 START_TIMEOUT_S = 300
 """Time limit for a contestant's replicas to connect, in seconds."""
 
@@ -155,21 +159,13 @@ def resident_bytes(process: int | str = "self") -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def row(
-    case: str,
-    ours: Any,
-    peer: Any,
-    ratio: float,
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-) -> None:
-    """Print one line of the table or of JSON; a ratio without a target has no verdict."""
-    target, verdict = "", ""
-    if at_least is not None:
-        target, verdict = f">= {at_least}", "met" if ratio >= at_least else "NOT"
-    elif at_most is not None:
-        target, verdict = f"<= {at_most}", "met" if ratio <= at_most else "NOT"
+def row(case: str, ours: Any, peer: Any, ratio: float) -> None:
+    """Print one line of the table or of JSON; a ratio without an aim has no verdict."""
+    aims, verdict = AIMS[Path(sys.argv[0]).stem], ""
+    target = aims.get(case) or aims.get(case.partition(":")[0], "")
+    if target:
+        sign, limit = target.split()
+        verdict = "met" if _IS_MET[sign](ratio, float(limit)) else "NOT"
     if JSON in sys.argv:
         found = {"case": case, "ours": str(ours), "peer": str(peer), "ratio": ratio, "target": target}
         print(json.dumps({**found, "verdict": verdict, "load": os.getloadavg()[0]}), flush=True)
