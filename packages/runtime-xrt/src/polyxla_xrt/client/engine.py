@@ -78,6 +78,9 @@ class RemoteEngine(Engine):
         on_lost: receives, once, the error and the status code if the worker is gone or has ended the job.
         on_close: called at the end of `close`.
 
+    Attributes:
+        session: the connection to the worker.
+
     Raises:
         WorkerError: the worker refuses this process.
     """
