@@ -1,4 +1,4 @@
-"""What all test suites share: the option ``--long``, and examples of hypothesis without a time limit."""
+"""What all test suites share: the options ``--slow`` and ``--long``, and hypothesis without a time limit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option."""
-    parser.addoption("--long", action="store_true", help="also run tests that are marked as long")
+    """Add the options."""
+    parser.addoption("--slow", action="store_true", help="also run tests that are marked as slow")
+    parser.addoption("--long", action="store_true", help="also run tests that are marked as slow or long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark, and hypothesis' settings where it is installed."""
+    config.addinivalue_line("markers", "slow: takes over 5 s; runs with --slow, with --long, or if named")
     config.addinivalue_line(
         "markers", "long: another case of something that is tested anyway; runs with --long only"
     )
@@ -25,8 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that are marked as long, unless ``--long`` is given."""
+    """Deselect tests marked long or slow, unless an option asks for them, or for slow ones a name."""
     if config.getoption("--long"):
         return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-    items[:] = [item for item in items if not item.get_closest_marker("long")]
+    is_named = config.option.keyword or any("::" in argument for argument in config.args)
+    marks = ["long"] if is_named or config.getoption("--slow") else ["long", "slow"]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]

@@ -127,12 +127,14 @@ def test_batch_norm_is_reported_and_makes_a_difference(runtime: RuntimeUnderTest
     assert "not comparable: bn1 (BatchNorm2d), bn2 (BatchNorm2d) normalises" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_summed_loss_is_found(runtime: RuntimeUnderTest) -> None:
     result = check_replicas(functools.partial(_Summed, 4, 1), runtime=runtime.name, devices=2, steps=2)
     assert not result.within
     assert result.worst in {"weight", "bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.emulated_tpu
 def test_a_tpus_products_are_compared_with_exact_ones() -> None:
     options = ("--numerics", "--steps", "2", "--tolerance", "0.01")

@@ -254,6 +254,7 @@ class ReplicaCollectives:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everywhere", LAYOUTS, indirect=True)
 def test_gradients_and_training_match_plain_torch(everywhere: Callable[..., list[Any]]) -> None:
     _check(everywhere, Functions, SyncBatchNorm, Steps, ReplicaCollectives)

@@ -494,6 +494,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.torch_xla("torch_xla's own collectives")
 @pytest.mark.parametrize("everywhere", LAYOUTS, indirect=True)
 def test_every_collective_gives_the_right_result(everywhere: Callable[..., list[Any]]) -> None:

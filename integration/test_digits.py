@@ -26,6 +26,7 @@ def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_digits_reaches_its_accuracy(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("-m", "polyxla_examples.digits", "--json")
     result = last_line(done)
@@ -60,6 +61,7 @@ def test_digits_without_variables_prints_the_chosen_runtime() -> None:
     assert done.stderr.count("polyxla: runtime pjrt: the CPU, because no TPU is attached") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["inline", pytest.param("spawn", marks=pytest.mark.long)])
 def test_digits_trains_the_callers_module(runtime: RuntimeUnderTest, start_method: Any) -> None:
     torch.manual_seed(0)

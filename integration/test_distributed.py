@@ -30,6 +30,7 @@ def _store_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.torch_xla("torch.distributed's backend xla")
 @pytest.mark.parametrize("everywhere", LAYOUTS, indirect=True)
 def test_torch_distributed_gives_the_right_results(everywhere: Callable[..., list[Any]]) -> None:

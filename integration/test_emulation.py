@@ -25,6 +25,7 @@ def described(output: str) -> list[list[str]]:
     return sorted(found.split() for found in re.findall(r"DESCRIBED((?: \w+){12})", output))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "threads", "local_processes", "hosts"),
     [("v3-8", 2, 4, 1), pytest.param("v4-16", 1, 4, 2, marks=pytest.mark.long)],
@@ -59,6 +60,7 @@ def test_a_plain_program_sees_the_emulated_tpu(
     assert layout in printed[0]
 
 
+@pytest.mark.slow
 def test_a_pods_hosts_are_started_one_by_one(clean_environ: dict[str, str]) -> None:
     addresses = f"127.77.{os.getpid() % 250}.1,127.77.{os.getpid() % 250}.2"
     pod = {**clean_environ, "POLYXLA_EMULATE": "v4-16", "TPU_WORKER_HOSTNAMES": addresses}
@@ -83,6 +85,7 @@ def test_a_pods_hosts_are_started_one_by_one(clean_environ: dict[str, str]) -> N
         assert f"emulating a v4-16, host {host} on this machine's CPU" in said
 
 
+@pytest.mark.slow
 def test_torch_xlas_questions_get_a_tpu_hosts_answers(clean_environ: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM.with_name("ask_host.py"))],
@@ -107,6 +110,7 @@ def test_torch_xlas_questions_get_a_tpu_hosts_answers(clean_environ: dict[str, s
     }
 
 
+@pytest.mark.slow
 def test_one_chip_can_be_chosen_on_the_command_line(runtime: RuntimeUnderTest) -> None:
     done = runtime.run(
         "--devices", "[2]", "-m", "polyxla_examples.digits", "--epochs", "1", "--json", POLYXLA_EMULATE="v4-8"
@@ -116,6 +120,7 @@ def test_one_chip_can_be_chosen_on_the_command_line(runtime: RuntimeUnderTest) -
     assert (result["world_size"], result["device"]) == (1, "TPU")
 
 
+@pytest.mark.slow
 def test_chips_in_use_are_not_launched_on(runtime: RuntimeUnderTest, clean_environ: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM.with_name("launch_after_inline.py"))],

@@ -71,6 +71,7 @@ def _be_late_on_one(replica: Replica) -> None:
     replica.barrier("tag")
 
 
+@pytest.mark.slow
 @everywhere
 def test_a_replica_that_never_arrives_is_shown_with_its_stack(
     everywhere: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -99,6 +100,7 @@ def _take_unequal_steps(replica: Replica, folder: Path) -> None:
     (folder / f"{replica.ordinal}").write_text(str(time.time()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "everywhere",
     [*LAYOUTS, pytest.param((4, 2), id="mixed", marks=pytest.mark.long)],
@@ -214,6 +216,7 @@ def test_a_replica_that_others_do_not_wait_for_may_work_on(everywhere: Callable[
     assert everywhere(_work_alone_at_the_end) == [0.0, 500.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "account"),
     [

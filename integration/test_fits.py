@@ -36,6 +36,7 @@ def line_of(path: Path, text: str) -> str:
 
 
 # The second batch is one that no CPU computes.
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [pytest.param(8, marks=pytest.mark.long), 100_000_000])
 def test_an_endless_loop_is_stopped_when_it_has_no_new_programs(
     batch_size: int, clean_environ: dict[str, str], tmp_path: Path
@@ -68,6 +69,7 @@ def check_that_equal_layers_were_not_taken_for_steps(found: list[CollectedProgra
     assert linear.executions >= STEPS * LAYERS
 
 
+@pytest.mark.slow
 def test_replicas_of_a_trainer_have_one_program_and_the_line_of_its_step(
     clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_script_without_a_device_is_named(clean_environ: dict[str, str], tmp_p
         collect([str(script)], "v5e-1", tmp_path / "programs", clean_environ)
 
 
+@pytest.mark.slow
 def test_a_script_that_takes_too_long_is_ended(clean_environ: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\ntime.sleep(1000)")

@@ -27,6 +27,7 @@ def line_of(text: str) -> int:
     return number
 
 
+@pytest.mark.slow
 def test_kernels_compute_and_give_gradients(tmp_path: Path) -> None:
     done = run(tmp_path / "results.pt", "matmul", "softmax", "copied", "attention")
     assert done.returncode == 0, done.stderr
@@ -36,6 +37,7 @@ def test_kernels_compute_and_give_gradients(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 def test_a_race_is_an_error_with_its_lines(tmp_path: Path) -> None:
     done = run(tmp_path / "none.pt", "copied", "racing", POLYXLA_EMULATE_KERNELS="races")
     assert done.returncode > 0
@@ -45,6 +47,7 @@ def test_a_race_is_an_error_with_its_lines(tmp_path: Path) -> None:
         assert f"kernels.py:{line_of(text)}:" in races
 
 
+@pytest.mark.slow
 def test_kernels_without_races_pass_the_detector(tmp_path: Path) -> None:
     done = run(tmp_path / "results.pt", "copied", POLYXLA_EMULATE_KERNELS="races")
     assert done.returncode == 0, done.stderr
@@ -52,6 +55,7 @@ def test_kernels_without_races_pass_the_detector(tmp_path: Path) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -36,6 +36,7 @@ def torchrun(count: int, *command: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, *command]
 
 
+@pytest.mark.slow
 def test_plain_python_starts_the_number_of_replicas_in_the_environment(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     done = run([sys.executable, str(SEEDS / "all_reduce.py")], environ)
@@ -43,6 +44,7 @@ def test_plain_python_starts_the_number_of_replicas_in_the_environment(clean_env
     assert sums(done.stdout) == [("0", "2", "1.0"), ("1", "2", "1.0")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "threads"), [(None, max(1, len(os.sched_getaffinity(0)) // 4)), ("2", 2)])
 def test_replicas_divide_the_cores_among_torchs_threads(
     clean_environ: dict[str, str], chosen: str | None, threads: int
@@ -55,6 +57,7 @@ def test_replicas_divide_the_cores_among_torchs_threads(
     assert done.stdout == f"THREADS [{threads}, {threads}, {threads}, {threads}]\n"
 
 
+@pytest.mark.slow
 def test_a_replica_imports_the_script_before_it_opens_a_device(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     done = run([sys.executable, str(PROGRAMS / "enable_plugins.py")], environ)
@@ -62,6 +65,7 @@ def test_a_replica_imports_the_script_before_it_opens_a_device(clean_environ: di
     assert sorted(done.stdout.splitlines()) == ["ORDINAL 0", "ORDINAL 1"]
 
 
+@pytest.mark.slow
 def test_a_launched_function_may_use_what_its_module_makes_at_import(clean_environ: dict[str, str]) -> None:
     # A lock cannot be pickled; the function is sent by its name alone.
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
@@ -70,6 +74,7 @@ def test_a_launched_function_may_use_what_its_module_makes_at_import(clean_envir
     assert sorted(done.stdout.splitlines()) == ["LOCKED 0", "LOCKED 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.pjrt
 def test_a_launch_works_where_warnings_are_errors(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "POLYXLA_DEVICES": "2", "PYTHONWARNINGS": "error"}
@@ -87,6 +92,7 @@ def test_each_process_of_torchrun_is_a_replica(clean_environ: dict[str, str], de
     assert sums(done.stdout) == [("0", "2", "1.0"), ("1", "2", "1.0")]
 
 
+@pytest.mark.slow
 def test_a_launch_under_torchrun_joins_its_processes(clean_environ: dict[str, str]) -> None:
     done = run(torchrun(2, str(PROGRAMS / "gather_ordinals.py")), {**clean_environ, "PJRT_DEVICE": "CPU"})
     assert done.returncode == 0, done.stderr
@@ -145,6 +151,7 @@ def test_plain_python_ends_there_too(clean_environ: dict[str, str]) -> None:
     assert "(from POLYXLA_DEVICES=2" in line
 
 
+@pytest.mark.slow
 def test_a_program_may_use_a_tpu_host_without_a_launch(clean_environ: dict[str, str]) -> None:
     # On a TPU VM, it sees all chips of its host.
     done = run(
@@ -171,6 +178,7 @@ def test_a_program_can_spawn_a_number_of_cpu_replicas(clean_environ: dict[str, s
     assert sorted(done.stdout.splitlines()) == expected
 
 
+@pytest.mark.slow
 def test_sys_exit_0_in_a_torch_xla_launch_ends_the_program_if_all_replicas_call_it(
     clean_environ: dict[str, str],
 ) -> None:
@@ -217,6 +225,7 @@ def test_the_replica_that_fails_in_run_each_is_named(runtime: RuntimeUnderTest) 
     assert "the replica with ordinal 1 called sys.exit(3) at " in done.stderr
 
 
+@pytest.mark.slow
 def test_two_cells_of_a_notebook_can_launch_and_a_training_has_one_bar(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     # A kernel that sees pytest's variable does not capture what child processes print.
@@ -238,6 +247,7 @@ def test_two_cells_of_a_notebook_can_launch_and_a_training_has_one_bar(clean_env
     assert "epoch" not in text
 
 
+@pytest.mark.slow
 def test_forked_replicas_share_the_objects_of_the_parent(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     done = run([sys.executable, str(PROGRAMS / "share_by_fork.py")], environ)

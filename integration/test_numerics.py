@@ -36,6 +36,7 @@ def computed(file: Path, numerics: str = "") -> dict[str, tuple[list[torch.Tenso
     return found
 
 
+@pytest.mark.slow
 def test_products_and_gradients_are_those_of_rounded_operands(
     runtime: RuntimeUnderTest, tmp_path: Path
 ) -> None:
@@ -55,6 +56,7 @@ def test_another_value_is_refused(tmp_path: Path) -> None:
     assert "Write that, or unset it." in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("numerics", "printed"), [("", "12.97"), ("tpu", "nan")])
 def test_the_program_of_the_page_differs(numerics: str, printed: str, tmp_path: Path) -> None:
     text = PAGE.read_text()

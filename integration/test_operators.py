@@ -112,6 +112,7 @@ WITHOUT_LIBRARY = {
 """Samples of these that differ in the same way if XLA computes all: torch_xla refuses or rounds them."""
 
 
+@pytest.mark.slow
 def test_the_bridges_library_computes_what_the_cpu_computes(tmp_path: Path) -> None:
     assert run(tmp_path, EMULATED, ANY_SIZE, *IN_LIBRARY.split()) == 0
     found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}

@@ -61,6 +61,7 @@ def test_a_program_that_leaves_its_loop_early_ends_well(runtime: RuntimeUnderTes
     assert (done.returncode, done.stdout) == (0, f"{1 << 22}\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.torch_xla("steps that wait for a sync")
 def test_a_loop_that_never_syncs_is_reported_while_it_runs(runtime: RuntimeUnderTest) -> None:
     program = Path(__file__).parent / "programs" / "steps_without_sync.py"

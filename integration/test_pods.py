@@ -54,6 +54,7 @@ def run_pod(runtime: RuntimeUnderTest, clean_environ: dict[str, str], tmp_path: 
     return run
 
 
+@pytest.mark.slow
 def test_one_command_trains_on_all_hosts_of_a_pod(run_pod: RunPod) -> None:
     done = run_pod("-m", "polyxla_examples.digits")
     assert done.returncode == 0, done.stderr
@@ -72,6 +73,7 @@ def test_the_replica_that_raises_explains_the_end_of_both_hosts(run_pod: RunPod)
     assert "ReplicaLostError" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "account"),
     [

@@ -88,6 +88,7 @@ def lines_with(folder: Path, *words: str) -> set[str]:
     return {line.strip() for line in text if any(word in line for word in words)}
 
 
+@pytest.mark.slow
 @pytest.mark.pjrt
 def test_the_pages_examples_pass(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -56,6 +56,7 @@ def test_a_loader_in_a_thread_belongs_to_its_replica(
     assert ast.literal_eval(done.stdout.splitlines()[-1]) == [([half] * 4, fix) for half in halves]
 
 
+@pytest.mark.slow
 @pytest.mark.torch_xla("a program for torch_xla")
 def test_multi_device_mnist_runs_unmodified(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("--devices", "4", str(SEEDS / "mnist_multi.py"), "5120")

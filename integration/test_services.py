@@ -69,6 +69,7 @@ def shuffled(replica: Replica, directory: Path) -> list[list[int]]:
     return [[value for (batch,) in loader for value in batch.tolist()] for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_each_epoch_has_every_record_in_a_new_order(answers: Answers) -> None:
     for epoch in (0, 1):
         assert sorted(value for answer in answers for value in answer["shuffled"][epoch]) == list(range(40))

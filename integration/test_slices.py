@@ -65,6 +65,7 @@ def on_cpu(task: str) -> list[float]:
     return losses(run(training(task, "cpu"), dict(os.environ)), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.pjrt
 def test_torch_xla_sees_slices_with_coordinates_of_their_own(clean_environ: dict[str, str]) -> None:
     done = run([str(PROGRAMS / "describe_slices.py")], {**clean_environ, **TWO})
@@ -78,12 +79,14 @@ def test_torch_xla_sees_slices_with_coordinates_of_their_own(clean_environ: dict
     assert "emulating a 2xv4-8 on this machine's CPU: 8 replicas, 2 hosts" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.pjrt
 def test_a_decoder_trains_as_replicas_on_two_slices(clean_environ: dict[str, str]) -> None:
     done = run(training("decoder", "replicas"), {**clean_environ, **TWO})
     assert losses(done, 8) == pytest.approx(on_cpu("decoder"), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.pjrt
 @pytest.mark.parametrize(
     ("task", "least_accuracy"), [("decoder", 0.1), pytest.param("digits", 0.95, marks=pytest.mark.long)]

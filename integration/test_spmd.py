@@ -50,6 +50,7 @@ def check_training(done: subprocess.CompletedProcess[str], devices: int = 4) -> 
     assert float(loss) == pytest.approx(loss_on_cpu(), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "environ"),
     [
@@ -64,6 +65,7 @@ def test_an_spmd_program_trains_on_all_devices(
     check_training(run([*command, str(PROGRAMS / "train_sharded.py")], {**clean_environ, **environ}))
 
 
+@pytest.mark.slow
 def test_an_spmd_program_on_each_host_of_a_pod_trains_on_all_devices(clean_environ: dict[str, str]) -> None:
     first = f"127.78.{os.getpid() % 250}"
     environ = {"POLYXLA_EMULATE": "v4-16", "TPU_WORKER_HOSTNAMES": f"{first}.1,{first}.2"}
@@ -75,17 +77,20 @@ def test_an_spmd_program_on_each_host_of_a_pod_trains_on_all_devices(clean_envir
             assert "8 devices, 4 of them on this host, one SPMD program" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_spmd_program_trains_on_all_cores_of_a_worker(clean_environ: dict[str, str]) -> None:
     command = [sys.executable, str(PROGRAMS / "train_sharded.py"), "hybrid"]
     check_training(run(command, {**clean_environ, **worker(4)}))
 
 
+@pytest.mark.slow
 def test_a_program_that_launches_nothing_has_all_devices(clean_environ: dict[str, str]) -> None:
     done = run([sys.executable, str(PROGRAMS / "use_all_devices.py")], {**clean_environ, **CPU})
     assert done.returncode == 0, done.stderr
     assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18] [1, 1]\n"
 
 
+@pytest.mark.slow
 def test_an_spmd_program_on_several_workers_is_refused(clean_environ: dict[str, str]) -> None:
     # Refused before a worker is asked: each host would silently train on its own.
     workers = "|".join(f"tpu_worker;{task};127.0.0.1:{task + 1}" for task in range(2))
@@ -111,6 +116,7 @@ def test_spmd_in_a_replica_of_a_worker_is_refused(clean_environ: dict[str, str])
         assert line.endswith("has one core; run an SPMD program without launching replicas, by python SCRIPT")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environ", [CPU, worker(4)], ids=["pjrt", "xrt"])
 def test_a_tensor_that_is_redistributed_has_its_new_sharding(
     environ: dict[str, str], clean_environ: dict[str, str]

@@ -184,6 +184,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_nothing_runs_ends_or_waits_for_a_stranger(
     clean_environ: dict[str, str], tmp_path: Path, where: str

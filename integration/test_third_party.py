@@ -47,6 +47,7 @@ def test_it_is_listed_with_the_bundled_runtimes_and_not_chosen_by_default(toy_pa
     assert document["chosen"] == "pjrt"
 
 
+@pytest.mark.slow
 def test_its_variable_chooses_it_and_it_trains(toy_path: str) -> None:
     done = polyxla(
         toy_path, "run", "-m", "polyxla_examples.digits", "--epochs", "6", "--json", TOY_DEVICE="1"
@@ -57,6 +58,7 @@ def test_its_variable_chooses_it_and_it_trains(toy_path: str) -> None:
     assert result["test_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_it_passes_the_conformance_suite(toy_path: str, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["polyxla_testing.fixtures"]\n')
     (tmp_path / "test_toy.py").write_text(

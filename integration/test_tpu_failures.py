@@ -27,6 +27,7 @@ def line_of(text: str) -> str:
     return rf"\S*wait_on_tpu\.py:{number}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -59,6 +60,7 @@ def test_replicas_in_their_devices_do_not_wait_for_ever(
     assert "most recent call first" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleep", pytest.param("return", marks=pytest.mark.long)])
 def test_torchruns_processes_do_not_wait_for_ever(
     runtime: RuntimeUnderTest, clean_environ: dict[str, str], how: str
@@ -118,6 +120,7 @@ def hosts_of(environ: dict[str, str], how: str) -> Iterator[list[subprocess.Pope
         yield hosts
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_ends_the_others(clean_environ: dict[str, str]) -> None:
     with hosts_of(clean_environ, "raise") as hosts:
         errors = [host.communicate(timeout=PATIENCE_S)[1] for host in hosts]

@@ -101,6 +101,7 @@ def test_digits_reaches_its_accuracy_on_each_type(run_on_host: Callable[..., str
     _check_digits(run_on_host(kind, *DIGITS), REPLICAS[kind])
 
 
+@pytest.mark.slow
 @each_type
 def test_all_replicas_train_like_one_on_each_type(run_on_host: Callable[..., str], kind: str) -> None:
     report = json.loads(run_on_host(kind, *CHECK, str(REPLICAS[kind])))

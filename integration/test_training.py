@@ -164,6 +164,7 @@ def test_a_configured_policy_keeps_modules_in_float32(runtime: RuntimeUnderTest)
     ] * 2
 
 
+@pytest.mark.slow
 def test_four_replicas_resume_as_two(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "checkpoint_dir": tmp_path,

@@ -49,6 +49,7 @@ def said(outcomes: Outcomes) -> Said:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "processes"), [(4, 4), (2, 2), (4, 2)])
 def test_one_program_is_compiled_once_for_all_processes(said: Said, replicas: int, processes: int) -> None:
     found = said("one_program", replicas=replicas, processes=processes)
@@ -58,20 +59,24 @@ def test_one_program_is_compiled_once_for_all_processes(said: Said, replicas: in
     assert all(lines[1] == "[]" for lines in found), "threads are left"
 
 
+@pytest.mark.slow
 def test_different_programs_are_compiled_at_the_same_time(said: Said) -> None:
     assert said("different_programs", replicas=3, processes=3) == [["1 1 True"]] * 3
 
 
+@pytest.mark.slow
 def test_a_compiler_error_is_found_once_and_raised_in_all_processes(said: Said) -> None:
     found = said("compiler_error", replicas=2, processes=2)
     assert sorted(line[0] for line in found) == ["0 PjrtError True", "1 PjrtError True"]
     assert [line[1] for line in found] == ["2.0", "2.0"]
 
 
+@pytest.mark.slow
 def test_a_process_compiles_itself_when_the_claiming_process_has_stopped(said: Said) -> None:
     assert said("stopped_compiler", replicas=2, processes=2) == [[], ["1 True"]]
 
 
+@pytest.mark.slow
 def test_a_long_compile_is_waited_for(said: Said) -> None:
     assert said("long_compile", replicas=2, processes=2) == [["1 2.0"], ["0 2.0"]]
 
@@ -82,6 +87,7 @@ def test_a_replica_may_be_late_at_the_first_collective(said: Said) -> None:
     assert said("late_replica", "33", replicas=2, processes=2) == [["2.0"], ["2.0"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platforms", ["tpu", "cuda,cpu", ""])
 def test_jax_settings_of_the_user_are_ignored(said: Said, platforms: str) -> None:
     """And jax starts no backend, which would take threads, or the accelerator."""
@@ -214,17 +220,20 @@ def test_a_stranger_in_the_place_of_process_0_is_not_believed() -> None:
     assert SECRET.encode() not in heard[0]
 
 
+@pytest.mark.slow
 def test_a_strangers_program_in_the_store_is_not_run(said: Said) -> None:
     """Anyone who reaches the port can write there: programs, heartbeats, and that a replica has returned."""
     assert said("strangers_values", replicas=2, processes=2) == [["1 2.0 [] False"]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["leaves", "dies"])
 def test_process_0_can_stay_until_the_others_have_ended(said: Said, ends: str) -> None:
     found = said("process_0_waits", ends, replicas=2, processes=2)
     assert found == [["True"], ["True"] if ends == "leaves" else []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("process", "others"), [pytest.param("0", "leave", marks=pytest.mark.long), ("1", "leave"), ("1", "die")]
 )

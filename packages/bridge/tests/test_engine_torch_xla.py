@@ -15,12 +15,14 @@ Printed = Callable[..., list[list[str]]]
 Run = Callable[..., list[subprocess.CompletedProcess[str]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "processes"), [(1, 1), (2, 1), (4, 1), (4, 4)])
 def test_collectives_of_lists_groups_and_dtypes(printed: Printed, replicas: int, processes: int) -> None:
     found = printed("collectives_of_lists.py", replicas=replicas, processes=processes)
     assert found == [[" ".join(["right"] * (replicas // processes))]] * processes
 
 
+@pytest.mark.slow
 def test_four_processes_compile_one_program_once(printed: Printed) -> None:
     found = printed("four_processes.py", replicas=4, processes=4)
     mine, asked, weights = zip(*[lines[0].split() for lines in found], strict=True)
@@ -46,6 +48,7 @@ def test_the_engine_can_load_a_program_that_torch_xla_cached(printed: Printed, t
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directory", ["shared", "of-{process}"])
 @pytest.mark.parametrize(("replicas", "processes"), [(1, 1), (2, 1), (2, 2)])
 def test_the_next_job_compiles_nothing(

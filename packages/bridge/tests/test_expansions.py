@@ -152,6 +152,7 @@ def test_a_result_of_an_expansion_can_be_that_of_the_program(engine: JaxEngine) 
     assert factors.tolist() == [[2, 4], [0.5, 1]]
 
 
+@pytest.mark.slow
 def test_an_expansion_leaves_jax_to_its_user() -> None:
     # jax would open each device that it finds, a GPU too, whose memory the plugin then lacks.
     program = """if True:

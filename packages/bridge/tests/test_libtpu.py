@@ -50,6 +50,7 @@ def _slice(chips: str, bounds: str, dev: Path, visible: list[int], ports: list[i
     ]
 
 
+@pytest.mark.slow
 def test_torch_xla_trains_on_an_emulated_v4(run: Run, slice_of: SliceOf) -> None:
     environs = slice_of("v4:2x2x1", "2,2,1", [0, 1, 2, 3])
     done = run("emulated_tpu.py", replicas=4, processes=4, environs=environs)
@@ -106,6 +107,7 @@ def test_jax_computes_on_an_emulated_v4_beside_torch_xla(run: Run, slice_of: Sli
     ]
 
 
+@pytest.mark.slow
 def test_jax_partitions_programs_over_an_emulated_v4(run: Run, slice_of: SliceOf) -> None:
     (environ,) = slice_of("v4:2x2x1", "1,1,1", [0])
     whole = {"TPU_VISIBLE_CHIPS": "0,1,2,3", "JAX_FORCE_TPU_INIT": "1"}
@@ -127,6 +129,7 @@ print(jax.devices(), jax.jit(lambda x: x @ x + 1)(jnp.ones((3, 3))).sum(), "torc
     assert (done.returncode, done.stdout) == (0, "[tpu:0] 36.0 False\n"), done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_jax_may_end_its_client_and_make_another(slice_of: SliceOf) -> None:
     code = """
 import gc

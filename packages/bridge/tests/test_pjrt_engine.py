@@ -208,11 +208,13 @@ def test_a_closed_engine_leaves_no_threads(cpu_plugin: Path) -> None:
     assert {thread for thread in threading.enumerate() if thread.is_alive()} <= before
 
 
+@pytest.mark.slow
 def test_torch_xla_trains_on_a_plugin(run: Run, on_plugin: Callable[[int], dict[str, str]]) -> None:
     (done,) = run("training.py", environs=[on_plugin(1)])
     assert (done.stdout, done.stderr) == ("True True\n", "")
 
 
+@pytest.mark.slow
 def test_torch_xlas_device_cuda_is_a_plugins(run: Run, on_plugin: Callable[[int], dict[str, str]]) -> None:
     (done,) = run("training.py", environs=[on_plugin(1) | {"PJRT_DEVICE": "CUDA"}])
     assert (done.stdout, done.stderr) == ("True True\n", "")
@@ -220,6 +222,7 @@ def test_torch_xlas_device_cuda_is_a_plugins(run: Run, on_plugin: Callable[[int]
     assert "XLA's plugin for NVIDIA GPUs is not installed: pip install 'jax-cuda13-plugin" in without.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, pytest.param(8, marks=pytest.mark.long)])
 def test_every_collective_of_torch_xla_works_on_a_plugin(
     run: Run, on_plugin: Callable[[int], dict[str, str]], replicas: int
@@ -262,6 +265,7 @@ BEHIND_LIBTPU = {
 }
 
 
+@pytest.mark.slow
 def test_the_bridge_stands_between_torch_xla_and_the_plugin_of_a_tpu(
     run: Run, on_plugin: Callable[[int], dict[str, str]]
 ) -> None:
@@ -269,6 +273,7 @@ def test_the_bridge_stands_between_torch_xla_and_the_plugin_of_a_tpu(
     assert done.stdout == "True True\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_plugins_device_emulates_a_chip(run: Run, on_plugin: Callable[[int], dict[str, str]]) -> None:
     environ = BEHIND_LIBTPU | on_plugin(1) | {"POLYXLA_LIBTPU_HOST": "v4:2x2x1"}
     (done,) = run("training.py", environs=[environ])

@@ -597,6 +597,7 @@ def ready(process: Popen[str]) -> None:
     assert line == "> ready\n", process.stderr.read() if process.stderr and not line else line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_replica_whose_process_ended_is_named_at_once(started: Started, number: signal.Signals) -> None:
     with started(PROGRAM, "wait_for_the_last", replicas=3, processes=3) as processes:
@@ -614,6 +615,7 @@ def test_a_replica_whose_process_ended_is_named_at_once(started: Started, number
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_a_replica_that_leaves_is_named(started: Started) -> None:
     with started(PROGRAM, "leave_without_the_last", replicas=2, processes=2) as processes:
         text, _ = processes[0].communicate(timeout=TIMEOUT_S)
@@ -636,6 +638,7 @@ def test_a_killed_job_leaves_no_memory(started: Started) -> None:
     assert {name for name in during | named() if "polyxla" in name} <= before
 
 
+@pytest.mark.slow
 def test_without_shared_memory_gloo_is_used(started: Started) -> None:
     with started(PROGRAM, "sum_up", replicas=2, processes=2, POLYXLA_SHARED_MEMORY="off") as processes:
         found = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]

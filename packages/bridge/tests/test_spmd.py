@@ -30,6 +30,7 @@ Printed = Callable[..., list[list[str]]]
 Run = Callable[..., list[subprocess.CompletedProcess[str]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "shards", "processes"),
     [
@@ -46,6 +47,7 @@ def test_training_computes_what_one_device_computes(
     assert found == [["True True True True True", "True", shards]] * processes
 
 
+@pytest.mark.slow
 def test_arguments_may_be_packed_into_a_tuple(run: Run) -> None:
     """As torch_xla packs those of a program that has 3200."""
     packed = [{"XLA_PARAMETER_WRAPPING_THREADSHOLD": "1"}]
@@ -54,6 +56,7 @@ def test_arguments_may_be_packed_into_a_tuple(run: Run) -> None:
     assert done.stdout.splitlines() == lines, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "shards", "processes"),
     [("fsdp", "{(12, 16)}", 1), ("fsdp+model", "{(24, 16)}", 1), ("fsdp", "{(12, 16)}", 2)],
@@ -65,6 +68,7 @@ def test_fsdp_computes_what_one_device_computes(
     assert found == [["True True True True", f"{shards} (48, 16)"]] * processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "divided",
     [
@@ -82,6 +86,7 @@ def test_convolutions_and_pooling_compute_what_one_device_computes(printed: Prin
     assert printed("spmd_convolutions.py", divided, replicas=4) == [["True"]]
 
 
+@pytest.mark.slow
 def test_the_user_may_dump_programs(run: Run, tmp_path: Path) -> None:
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_module_re=nothing --xla_dump_compress_protos=true"
     (done,) = run("spmd_convolutions.py", "batch", replicas=4, environs=[{"XLA_FLAGS": flags}])
@@ -140,6 +145,7 @@ print(xr.is_spmd(), (x + 1).sum().item())
     assert (done.returncode, is_spmd) == (0, "False 4.0"), done.stderr
 
 
+@pytest.mark.slow
 def test_the_cache_keeps_partitioned_programs_apart(run: Run, tmp_path: Path) -> None:
     environs = [{"POLYXLA_COMPILE_CACHE": str(tmp_path)}]
     found = []
@@ -154,6 +160,7 @@ def test_the_cache_keeps_partitioned_programs_apart(run: Run, tmp_path: Path) ->
     assert compiles[2:] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_a_partitioned_program_is_a_stall(run: Run) -> None:
     code = """
 import os
@@ -379,6 +386,7 @@ def test_a_program_of_replicas_and_partitions_is_refused(engine: JaxEngine) -> N
         engine.compile(data, two.SerializeAsString())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_tensors_with_unequal_parts(run: Run, processes: int) -> None:
     code = """

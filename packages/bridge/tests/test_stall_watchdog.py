@@ -21,6 +21,7 @@ def environ(request: pytest.FixtureRequest, on_plugin: Callable[[int], dict[str,
     return on_plugin(2) if request.param == "plugin" else {}
 
 
+@pytest.mark.slow
 def test_a_stuck_replica_ends_the_process_with_a_report(outcomes: Outcomes, environ: dict[str, str]) -> None:
     environ |= timeout(2)
     ((code, _, err),) = outcomes("stalls.py", "replica_hangs", replicas=2, processes=1, **environ)
@@ -32,6 +33,7 @@ def test_a_stuck_replica_ends_the_process_with_a_report(outcomes: Outcomes, envi
     assert "POLYXLA_STALL_TIMEOUT_S=2 " in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_wait_for_a_replica_that_has_returned_ends_soon(outcomes: Outcomes, processes: int) -> None:
     found = outcomes("stalls.py", "replica_returns", replicas=2, processes=processes, **timeout(300))
@@ -42,6 +44,7 @@ def test_a_wait_for_a_replica_that_has_returned_ends_soon(outcomes: Outcomes, pr
     assert float(seconds) < 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", ["on", "off"])
 def test_the_error_of_a_sum_does_not_overtake_the_report(outcomes: Outcomes, shares: str) -> None:
     environ = timeout(300) | {env.POLYXLA_SHARED_MEMORY: shares}
@@ -60,6 +63,7 @@ def test_a_replica_whose_others_have_returned_may_work_on(outcomes: Outcomes, re
     assert [(code, lines) for code, lines, _ in found] == [(0, ["done"])], found[0][2]
 
 
+@pytest.mark.slow
 def test_a_replica_of_a_plugin_that_has_returned_ends_a_wait_for_it(
     outcomes: Outcomes, on_plugin: Callable[[int], dict[str, str]]
 ) -> None:
@@ -69,6 +73,7 @@ def test_a_replica_of_a_plugin_that_has_returned_ends_a_wait_for_it(
     assert "; returned: 1)" in err
 
 
+@pytest.mark.slow
 def test_a_handler_is_called_once_instead(outcomes: Outcomes, environ: dict[str, str]) -> None:
     environ |= timeout(2)
     ((code, lines, err),) = outcomes("stalls.py", "handler_is_called", replicas=2, processes=1, **environ)
@@ -76,6 +81,7 @@ def test_a_handler_is_called_once_instead(outcomes: Outcomes, environ: dict[str,
     assert lines == ["1 [2.0, 2.0]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("reason", ["compiles", "computes", "computes often"])
 def test_a_replica_that_compiles_or_computes_may_keep_others_waiting(
@@ -87,6 +93,7 @@ def test_a_replica_that_compiles_or_computes_may_keep_others_waiting(
     assert [lines for _, lines, _ in found] == expected
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_a_stall(outcomes: Outcomes) -> None:
     waits, hangs = outcomes("stalls.py", "process_hangs", replicas=2, processes=2, **timeout(2))
     assert waits[0] == 5, waits[2]

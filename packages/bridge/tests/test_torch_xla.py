@@ -21,16 +21,19 @@ def test_every_dtype_and_odd_shapes_travel_both_ways(printed: Printed) -> None:
     assert lines == ["CPU CPU 1 all the same"]
 
 
+@pytest.mark.slow
 def test_training_computes_what_torch_computes(printed: Printed) -> None:
     (lines,) = printed("training.py")
     assert lines == ["True True"]
 
 
+@pytest.mark.slow
 def test_memory_of_tensors_is_freed(printed: Printed) -> None:
     (lines,) = printed("freed_memory.py")
     assert lines == ["True"]
 
 
+@pytest.mark.slow
 def test_arrays_reuse_freed_memory_unless_the_user_decides(run: Run) -> None:
     mapped = [
         int(done.stdout)
@@ -67,6 +70,7 @@ def test_an_exception_keeps_its_exit_code_and_text(run: Run) -> None:
     assert done.stdout == "4.0\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "code"),
     [
@@ -118,12 +122,14 @@ def test_a_tensor_can_be_read_at_its_address(run: Run) -> None:
     assert done.stdout == "[1, 2, 3, 4, 5]\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_collectives_of_replicas_that_are_threads(printed: Printed, replicas: int) -> None:
     (lines,) = printed("collectives.py", replicas=replicas)
     assert lines == ["right"] * replicas
 
 
+@pytest.mark.slow
 def test_a_thread_that_frees_tensors_does_not_block_the_step(printed: Printed) -> None:
     (lines,) = printed("finalisers.py")
     assert lines == ["done"]
@@ -202,11 +208,13 @@ print(torch.ones(2, device="xla").sum().item())
     assert "is linked in another way than the wheels of 2.9.0" in done.stderr
 
 
+@pytest.mark.slow
 def test_programs_end_while_their_devices_still_work(run: Run) -> None:
     (done,) = run("early_ends.py")
     assert done.stdout == f"{[0, 1, 2] * 2}\n", done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_waiting_replica() -> None:
     """In a new Python process: the others here are forked."""
     script = """

@@ -30,6 +30,7 @@ def writes_pid(path: Path) -> str:
     return f"#!/bin/sh\necho $$ > {path}.new; mv {path}.new {path}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "problem"),
     [

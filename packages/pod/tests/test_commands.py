@@ -71,6 +71,7 @@ def test_the_job_ends_when_nothing_reads_its_output(stand_in: Pod) -> None:
     assert process.wait(30) == 128 + signal.SIGPIPE
 
 
+@pytest.mark.slow
 def test_a_pager_that_reads_nothing_for_a_while_does_not_end_the_job(stand_in: Pod) -> None:
     code = "import time\nfor n in range(8000): print('x' * 40, n)\ntime.sleep(4)"
     process = stand_in.start_run("one", "--lost-after", "1", "--", sys.executable, "-c", code)
@@ -87,6 +88,7 @@ def test_a_pager_that_reads_nothing_does_not_keep_the_other_hosts_from_being_end
     assert stand_in.finish(process).returncode == 3
 
 
+@pytest.mark.slow
 def test_a_running_job_is_listed_read_and_ended(stand_in: Pod) -> None:
     process = stand_in.start_run("one,two", *stand_in.program("sleeper.py"))
     pids = stand_in.pids(4)
@@ -108,6 +110,7 @@ def test_a_running_job_is_listed_read_and_ended(stand_in: Pod) -> None:
     assert "exit code 143" in stand_in.call("ps").stdout
 
 
+@pytest.mark.slow
 def test_a_log_has_every_hosts_lines_also_hidden_tracebacks(stand_in: Pod) -> None:
     done = stand_in.run("one,two", "--", sys.executable, "-c", "print('hello'); raise ValueError('boom')")
     assert done.stderr.count("Traceback") == 1
@@ -177,6 +180,7 @@ def many_hosts(pod: Pod, count: int) -> tuple[float, float]:
     return first_s, int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
+@pytest.mark.slow
 def test_lines_of_twelve_hosts_are_folded(stand_in: Pod) -> None:
     many_hosts(stand_in, 12)
 

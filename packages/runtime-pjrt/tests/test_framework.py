@@ -14,6 +14,7 @@ import polyxla_bridge
 PRINT = "import os, torch_xla; print(os.environ.get('TPU_LIBRARY_PATH'))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environ", "library"),
     [

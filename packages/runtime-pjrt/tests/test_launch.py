@@ -161,6 +161,7 @@ def test_a_tpu_job_runs_up_to_loading_libtpu(
         plugin.polyxla_launch(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on_chips", "expected"), [(True, "False"), (False, "True")])
 def test_a_process_on_tpu_chips_does_not_import_jax(on_chips: bool, expected: str) -> None:
     done = python(

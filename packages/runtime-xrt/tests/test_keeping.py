@@ -60,6 +60,7 @@ def same(found: Any, expected: Any = STATE) -> bool:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--jobs", "2")], ids=["alone", "shared"])
 def test_the_next_job_of_the_same_name_gets_it(
     start_worker: Callable[..., Any], job: Callable[..., Any], options: tuple[str, ...]
@@ -118,6 +119,7 @@ def test_a_job_that_outlives_its_worker_keeps_and_finds(
         assert kept("other") == {"step": 2}
 
 
+@pytest.mark.slow
 def test_it_is_freed_in_time(start_worker: Callable[..., Any], job: Callable[..., Any]) -> None:
     worker = start_worker("--keep", "2")
     with job(worker):

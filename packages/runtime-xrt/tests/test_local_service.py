@@ -21,6 +21,7 @@ from polyxla_xrt.plan import configured_plan
 PATIENCE_S = 20.0
 
 
+@pytest.mark.slow
 def test_it_has_the_jobs_token_serves_later_jobs_and_exits_after_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def kill(worker: Any) -> None:
     os.kill(worker.serving_pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [(0,), (5,), (9, 40), (10,), (11, 12)], ids=str)
 def test_a_killed_worker_changes_no_bit(
     start_worker: Callable[..., Any], connect: Callable[..., RemoteEngine], places: tuple[int, ...]
@@ -152,6 +153,7 @@ def test_a_killed_worker_changes_no_bit(
     assert all(f"{worker.address} is gone: " in text and "waiting up to 60 s for" in text for text in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [10, pytest.param(50, marks=pytest.mark.long)])
 def test_sessions_that_are_cut_leave_nothing(
     worker: Any, connect: Callable[..., RemoteEngine], capfd: pytest.CaptureFixture[str], cuts: int
@@ -200,6 +202,7 @@ def test_replicas_go_on_from_one_place(start_worker: Callable[..., Any]) -> None
     assert whole[0] == whole[1]
 
 
+@pytest.mark.slow
 def test_partitioned_programs_and_copies_go_on(start_worker: Callable[..., Any]) -> None:
     worker = start_worker()
     environ = variables()
@@ -233,6 +236,7 @@ def test_partitioned_programs_and_copies_go_on(start_worker: Callable[..., Any])
             assert run(engine, (4, 17)) == run(engine, ())
 
 
+@pytest.mark.slow
 def test_a_spare_worker_takes_the_job(
     start_worker: Callable[..., Any], connect: Callable[..., RemoteEngine]
 ) -> None:
@@ -266,6 +270,7 @@ def test_a_worker_that_stays_away_ends_the_job(
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.slow
 def test_a_replica_that_has_ended_cannot_come_back(
     start_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

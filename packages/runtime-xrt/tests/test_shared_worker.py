@@ -212,6 +212,7 @@ def test_a_job_that_cannot_be_stopped_ends_with_its_process(
     assert begin(worker.address, 2, wait_s=WAIT_S).step()
 
 
+@pytest.mark.slow
 def test_a_process_that_has_stopped_is_ended(
     begin: Callable[..., Job], start_worker: Callable[..., Any]
 ) -> None:
@@ -274,6 +275,7 @@ def test_jobs_that_end_at_once_are_both_reaped(monkeypatch: pytest.MonkeyPatch) 
         child.returncode = 0
 
 
+@pytest.mark.slow
 def test_a_process_that_has_stopped_ends_with_its_worker(worker: Any, begin: Callable[..., Job]) -> None:
     begin(worker.address)
     pid = processes(worker)[1]
@@ -310,6 +312,7 @@ def test_a_drained_worker_ends_after_its_jobs(worker: Any, begin: Callable[..., 
     assert worker.process.wait(WAIT_S) == 0
 
 
+@pytest.mark.slow
 def test_a_process_whose_client_does_not_come_returns_its_cores(
     start_worker: Callable[..., Any], begin: Callable[..., Job]
 ) -> None:

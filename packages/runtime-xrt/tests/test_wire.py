@@ -250,6 +250,7 @@ def test_a_job_outlives_a_minute_without_a_network(wire: Wire) -> None:
     assert OUTAGE_S < wire.ended_s < OUTAGE_S + CUT_S
 
 
+@pytest.mark.slow
 def test_a_job_whose_network_stays_away_gives_up_in_time(impatient_wire: Wire) -> None:
     impatient_wire.proxy.begin(Fault(Direction.TO_SERVER, MIDDLE, How.STOP))
     found = impatient_wire.train(impatient_wire.address, resume_s=SHORT_S)
@@ -262,6 +263,7 @@ def test_a_job_whose_network_stays_away_gives_up_in_time(impatient_wire: Wire) -
     impatient_wire.worker.wait_until_free()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "direction"),
     [

@@ -285,6 +285,7 @@ def send(call: Callable[[bytes], Any], data: bytes) -> None:
     assert code not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE), data
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_malformed_requests_do_not_harm_the_worker(start_worker: Callable[..., Any]) -> None:
     worker = start_worker("--keep", "60")
@@ -304,6 +305,7 @@ def test_malformed_requests_do_not_harm_the_worker(start_worker: Callable[..., A
     assert_serves(worker.address)
 
 
+@pytest.mark.slow
 def test_a_request_that_cannot_be_parsed_leaves_no_memory(start_worker: Callable[..., Any]) -> None:
     worker = start_worker()
 

@@ -149,6 +149,7 @@ def test_a_job_may_have_fewer_cores(platform_worker: Any) -> None:
     platform_worker.wait_until_free()
 
 
+@pytest.mark.slow
 def test_a_wedged_device_is_replaced_with_its_process(platform_worker: Any, client: Start) -> None:
     serving = platform_worker.serving_pid
     lease, sessions = job_of_two(platform_worker, client)
@@ -202,6 +203,7 @@ def test_a_job_of_several_workers_is_refused(platform_worker: Any) -> None:
         Lease(platform_worker.address, 2, snapshot(), pod=Pod(2, 0, "127.0.0.1", SECRET))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "cores", "jobs"),
     [

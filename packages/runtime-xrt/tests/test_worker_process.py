@@ -182,6 +182,7 @@ def test_a_killed_replica_is_named_to_the_others_and_the_worker_continues(worker
     serves_a_job(worker, client)
 
 
+@pytest.mark.slow
 def test_a_program_that_waits_for_a_dead_replica_ends_with_its_process(worker: Any, client: Start) -> None:
     serving = worker.serving_pid
     lease, sessions = job_of_two(worker, client)
@@ -420,6 +421,7 @@ def test_a_protocol_violation_is_reported_to_the_client(worker: Any) -> None:
     worker.wait_until_free()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])
 def test_a_stopped_worker_notifies_its_clients(
     start_worker: Start, client: Start, number: signal.Signals
@@ -460,6 +462,7 @@ def catches(status: Path, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.slow
 def test_the_serving_process_ends_with_its_supervisor_and_frees_the_port(
     start_worker: Start, client: Start
 ) -> None:
@@ -477,6 +480,7 @@ def test_the_serving_process_ends_with_its_supervisor_and_frees_the_port(
     serves_a_job(start_worker("--address", worker.address), client)
 
 
+@pytest.mark.slow
 def test_a_killed_serving_process_is_replaced(start_worker: Start, client: Start) -> None:
     worker = start_worker()
     lease, sessions = job_of_two(worker, client)
@@ -499,6 +503,7 @@ def test_the_supervisor_gives_up_after_repeated_failed_starts(start_worker: Star
     assert "the serving process failed 3 times in a row, last with -9" in worker.log
 
 
+@pytest.mark.slow
 def test_a_drained_worker_exits_after_its_job(start_worker: Start, client: Start) -> None:
     worker = start_worker()
     lease, sessions = job_of_two(worker, client)
@@ -512,6 +517,7 @@ def test_a_drained_worker_exits_after_its_job(start_worker: Start, client: Start
     assert worker.process.wait(SOON_S) == 0
 
 
+@pytest.mark.slow
 def test_a_drained_worker_exits_even_if_a_program_still_runs(start_worker: Start, client: Start) -> None:
     worker = start_worker()
     _, sessions = job_of_two(worker, client)
@@ -529,6 +535,7 @@ def test_draining_an_idle_worker_ends_it_at_once(start_worker: Start) -> None:
     assert worker.process.wait(SOON_S) == 0
 
 
+@pytest.mark.slow
 def test_an_idle_worker_exits_after_its_timeout(start_worker: Start) -> None:
     worker = start_worker("--exit-when-idle", "2")
     with closing(Lease(worker.address, 1, snapshot())):
@@ -572,6 +579,7 @@ def test_metrics_are_served_to_prometheus(start_worker: Start) -> None:
     assert metrics()["polyxla_worker_jobs_total"] == 0
 
 
+@pytest.mark.slow
 def test_the_workers_environment_decides_on_its_compilation_cache(
     start_worker: Start, client: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

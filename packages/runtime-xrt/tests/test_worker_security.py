@@ -212,6 +212,7 @@ def test_a_call_with_wrong_certificates_has_no_effect(
     assert served(encrypted, keys.environ()) == before
 
 
+@pytest.mark.slow
 def test_tls_to_a_worker_without_tls_fails(worker: Any, keys: Keys) -> None:
     assert isinstance(refusal(worker.address, keys.environ()), WorkerConnectError)
     assert served(worker, snapshot()) == 0
@@ -299,6 +300,7 @@ def test_a_host_that_does_not_resolve() -> None:
     unreachable("nowhere.invalid:8470", "its host does not resolve")
 
 
+@pytest.mark.slow
 def test_a_listener_that_never_answers() -> None:
     with listening(lambda _: None) as address:
         unreachable(address, "something accepts connections there and never answers")
@@ -309,11 +311,13 @@ def test_a_listener_that_closes_connections() -> None:
         unreachable(address, "something there closes connections")
 
 
+@pytest.mark.slow
 def test_a_server_of_another_protocol() -> None:
     with listening(lambda peer: peer.sendall(b"220 mail.example ESMTP ready\r\n")) as address:
         unreachable(address, "the server there does not speak gRPC")
 
 
+@pytest.mark.slow
 def test_an_http_server_and_a_proxy_variable() -> None:
     server = HTTPServer(("127.0.0.1", 0), Quiet)
     threading.Thread(target=server.serve_forever, daemon=True).start()

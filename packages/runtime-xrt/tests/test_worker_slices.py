@@ -172,6 +172,7 @@ def test_a_wedged_device_replaces_the_whole_slice(pod: list[Any]) -> None:
     computes(pod)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("returns", "problem"),
     [

@@ -122,6 +122,7 @@ def test_waiting_for_a_write_times_out(tmp_path: Path) -> None:
     assert load(tmp_path / "state") == [1]
 
 
+@pytest.mark.slow
 def test_a_process_ends_after_its_writes_and_a_forked_one_writes_its_own(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-W", "ignore", PROGRAMS / "write_at_exit.py", str(tmp_path / "state")],

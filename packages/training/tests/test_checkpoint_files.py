@@ -77,6 +77,7 @@ def _kill_while_saving(process: subprocess.Popen[str], first: int, after_s: floa
     return said["saved"]
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(
     saving: subprocess.Popen[str], tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def _names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+@pytest.mark.slow
 def test_each_replica_writes_a_file_that_safetensors_reads(saved_by_four: Path) -> None:
     from safetensors.torch import load_file
 
@@ -417,6 +418,7 @@ def test_a_checkpoint_without_all_shards_is_not_put_together(copied: Path) -> No
     assert _names(copied.parent) == [copied.name], "nothing was begun"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("s3")
 def test_shards_in_an_object_store() -> None:
     url = "s3://bucket/run"

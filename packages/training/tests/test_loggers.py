@@ -128,6 +128,7 @@ def test_a_library_that_is_missing_is_named(name: str, title: str, monkeypatch: 
     )
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_logs_ends_no_training(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -357,6 +357,7 @@ STOPPED_AT_LAST_BATCH = replace(
 """The end of the epoch is left to a run that has no steps to make."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_alone")
 @_settings(25)
 @given(plan=plans())

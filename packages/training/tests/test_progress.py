@@ -101,6 +101,7 @@ def _read_to_end(terminal: int) -> str:
     raise AssertionError(f"the terminal stays open: {shown!r}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "last"),
     [

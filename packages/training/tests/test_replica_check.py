@@ -109,6 +109,7 @@ def test_products_are_compared_on_an_emulated_tpu_only(monkeypatch: pytest.Monke
     assert refused.value.fix == "Set POLYXLA_EMULATE=v5e-1."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "batches"),
     [
@@ -130,6 +131,7 @@ def test_several_replicas_train_like_one(make: Any, batches: Any) -> None:
     assert "within 1e-05" in str(found)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_sum_is_detected() -> None:
     found = _checked(Summed)
     assert not found.within
@@ -138,6 +140,7 @@ def test_a_loss_that_is_a_sum_is_detected() -> None:
     assert f"of {found.worst}, beyond 1e-05" in str(found)
 
 
+@pytest.mark.slow
 def test_batch_norm_is_named_and_differs() -> None:
     found = _checked(lambda: Classifier(nn.BatchNorm1d(8)))
     assert not found.within
@@ -252,6 +255,7 @@ class TestCommand:
         assert (done.exit_code, done.stdout.count("\n")) == (0, 1)
         assert "2 steps on 4 replicas and on one: the largest relative difference is" in done.stdout
 
+    @pytest.mark.slow
     def test_prints_a_document_and_fails_beyond_the_tolerance(self) -> None:
         done = _invoke("--json", "--tolerance", "1e-6", "toy_module:Summed")
         assert done.exit_code == 1

@@ -138,6 +138,7 @@ def test_a_changed_bit_is_found(remote: str) -> None:
         load(f"{remote}/state")
 
 
+@pytest.mark.slow
 def test_a_writer_killed_while_it_uploads_leaves_the_checkpoint_before(
     s3: S3Server, wait_for: Callable[..., None]
 ) -> None:

@@ -269,6 +269,7 @@ def _by_value() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_by_value")
 def test_a_module_trained_in_another_process_returns() -> None:
     module = _Tied()

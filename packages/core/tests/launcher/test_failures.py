@@ -221,6 +221,7 @@ def test_replica_processes_end_with_a_killed_launching_process(tmp_path: Path) -
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_stalled_replicas_are_reported_and_ended(
     run_bare: Callable[..., list[Any]],
     method: ProcessMethod,

@@ -37,6 +37,7 @@ def test_the_results_of_all_hosts_are_in_the_order_of_their_ordinals(drivers: Dr
     assert done.stdout.splitlines()[-1] == f"{hosts} False"
 
 
+@pytest.mark.slow
 def test_what_a_replica_raises_is_raised_at_the_driver_with_its_traceback_once(
     drivers: Drivers, cluster: RayCluster
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_cell_of_a_notebook_launches(drivers: Drivers) -> None:
     assert "LAUNCHED [(0, 5), (0, 5)]\n" in "".join(output.text for output in notebook.cells[1].outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL],

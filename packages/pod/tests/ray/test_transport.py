@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 SLEEPER = str(Path(__file__).parent / "programs" / "sleeper.py")
 
 
+@pytest.mark.slow
 def test_hosts_are_numbered_by_worker_id_and_have_their_nodes_environment(
     drivers: Drivers, cluster: RayCluster
 ) -> None:
@@ -30,6 +31,7 @@ def test_hosts_are_numbered_by_worker_id_and_have_their_nodes_environment(
     assert sorted(done.stdout.splitlines()) == [f"[w0] {common}, 0", f"[w1] {common}, 1"]
 
 
+@pytest.mark.slow
 def test_the_first_host_that_fails_is_named_and_its_traceback_shown_once(
     drivers: Drivers, cluster: RayCluster
 ) -> None:
@@ -41,6 +43,7 @@ def test_the_first_host_that_fails_is_named_and_its_traceback_shown_once(
     wait_for_end_of(drivers.pids(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)],
@@ -55,6 +58,7 @@ def test_nothing_is_left_when_the_driver_ends(drivers: Drivers, number: signal.S
     wait_for_end_of(pids)
 
 
+@pytest.mark.slow
 def test_chips_that_another_job_holds_are_an_error(drivers: Drivers) -> None:
     drivers.start_run("--", sys.executable, SLEEPER)
     drivers.pids(4)
@@ -63,6 +67,7 @@ def test_chips_that_another_job_holds_are_an_error(drivers: Drivers) -> None:
     assert "Ray did not give all chips of my-tpu (v4-16, 2 host(s)) within 15 s" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_named_and_a_retry_waits_for_the_one_that_replaces_it(
     drivers: Drivers, cluster: RayCluster
 ) -> None:

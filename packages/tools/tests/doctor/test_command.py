@@ -26,6 +26,7 @@ def test_a_machine_with_a_problem_has_exit_code_1(doctor: Doctor) -> None:
     assert re.search(r"^\d problems? and \d notes?: do what follows the arrows\.$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_runtime_can_be_named(doctor: Doctor) -> None:
     document = json.loads(doctor("--no-trial", "--json", "--runtime", "pjrt").stdout)
     assert document["runtime"] == {"name": "pjrt", "reason": "--runtime pjrt"}
@@ -53,6 +54,7 @@ def test_a_trial_that_fails_is_in_the_document(doctor: Doctor, install_plugin: P
     assert "torn" in " ".join(finding["found"] for finding in document["findings"])
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_reached_is_a_finding(doctor: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = f"127.0.0.1:{gone.getsockname()[1]}"

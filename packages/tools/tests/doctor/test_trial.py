@@ -55,6 +55,7 @@ def processes_of(directory: Path) -> list[str]:
     return [pid for pid in marks if int(pid) != os.getpid()]
 
 
+@pytest.mark.slow
 def test_two_replicas_on_the_cpu_add_up(cpu: dict[str, str]) -> None:
     outcome = run_trial(cpu, plan_of(cpu), TIMEOUT_S)
     (found,) = check_trial(outcome)
@@ -66,6 +67,7 @@ def test_two_replicas_on_the_cpu_add_up(cpu: dict[str, str]) -> None:
     assert outcome.replica_bytes > 100 << 20
 
 
+@pytest.mark.slow
 def test_the_chips_of_an_emulated_tpu_add_up(environ: dict[str, str]) -> None:
     environ |= {"POLYXLA_EMULATE": "v2-8"}
     plan = plan_of(environ)
@@ -109,6 +111,7 @@ def test_without_a_runtime_there_is_no_trial(environ: dict[str, str]) -> None:
     assert plan_trial(environ, gathered(environ), is_emulated=False) is None
 
 
+@pytest.mark.slow
 def test_a_replica_that_fails_is_a_problem(cpu: dict[str, str], install_plugin: PluginInstaller) -> None:
     install_plugin.listener("faulty", HOOKS.format("raise ValueError('the model has gone')", False))
     (found,) = check_trial(run_trial(with_plugins(cpu, install_plugin), plan_of(cpu), TIMEOUT_S))
@@ -117,6 +120,7 @@ def test_a_replica_that_fails_is_a_problem(cpu: dict[str, str], install_plugin: 
     assert "polyxla_tools.doctor.trial_process pjrt '[0, 1]' 0 answer.json" in found.fix
 
 
+@pytest.mark.slow
 def test_a_trial_that_hangs_ends_at_its_deadline_with_all_its_processes(
     cpu: dict[str, str], install_plugin: PluginInstaller
 ) -> None:

@@ -32,6 +32,7 @@ def connect(machine: Machine) -> socket.socket:
     return connection
 
 
+@pytest.mark.slow
 def test_nonsense_ends_neither_the_process_nor_its_jobs(machine: Machine) -> None:
     server = machine.prepare()
     client = machine.start("run", PROGRAMS / "waits.py")
@@ -74,6 +75,7 @@ def test_nonsense_in_place_of_a_signal_ends_the_program_only(message: object) ->
     assert program.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_without_descriptors_a_start_is_cold_and_the_jobs_go_on(machine: Machine) -> None:
     server = machine.prepare()
     client = machine.start("run", PROGRAMS / "waits.py")
@@ -96,6 +98,7 @@ def test_without_descriptors_a_start_is_cold_and_the_jobs_go_on(machine: Machine
     assert machine.served() == 2
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_named(warm: Machine) -> None:
     (server,) = (process["pid"] for process in warm.processes())
     os.kill(server, signal.SIGSTOP)

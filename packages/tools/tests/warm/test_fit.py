@@ -36,6 +36,7 @@ def package(machine: Machine, tmp_path: Path) -> Path:
     return source
 
 
+@pytest.mark.slow
 def test_an_edited_package_is_imported_afresh_and_the_process_renews_itself(
     machine: Machine, package: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_an_edited_package_is_imported_afresh_and_the_process_renews_itself(
     assert machine.served() == 1
 
 
+@pytest.mark.slow
 def test_a_changed_variable_starts_cold(warm: Machine) -> None:
     done = warm.run("run", PROGRAMS / "ends.py", "exit", environ={"OMP_NUM_THREADS": "7"})
     assert done.returncode == 3
@@ -66,6 +68,7 @@ def test_a_changed_variable_starts_cold(warm: Machine) -> None:
     assert warm.served() == 2
 
 
+@pytest.mark.slow
 def test_each_environment_has_a_process_of_its_own(machine: Machine) -> None:
     pids = {machine.prepare(), machine.prepare(OMP_NUM_THREADS="7")}
     assert {process["pid"] for process in machine.processes()} == pids
@@ -179,6 +182,7 @@ def test_a_process_whose_imports_start_threads_is_refused(machine: Machine, pack
     assert not machine.directory.exists() or not list(machine.directory.iterdir())
 
 
+@pytest.mark.slow
 def test_an_upgraded_wheel_is_imported_afresh(machine: Machine, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", system_site_packages=False, with_pip=True)
     python = str(tmp_path / "env" / "bin" / "python")

@@ -25,6 +25,7 @@ def facts_of(machine: Machine, *program: Any, **more: Any) -> tuple[dict[str, An
     return found["facts"], found["drawn"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["script", pytest.param("module", marks=pytest.mark.long)])
 def test_a_program_sees_what_it_sees_after_a_cold_start(machine: Machine, tmp_path: Path, how: str) -> None:
     program = [PROGRAMS / "facts.py", "--option", "x"] if how == "script" else ["-m", "facts"]

@@ -28,6 +28,7 @@ def pjrt(machine: Machine) -> Machine:
     return machine
 
 
+@pytest.mark.slow
 def test_replicas_of_a_warm_and_of_a_cold_program_are_forked(pjrt: Machine) -> None:
     done = pjrt.run("run", "--devices", "2", PROGRAMS / "reduces.py")
     assert (done.stdout, done.stderr) == ("[4.0, 4.0]\n", "")
@@ -51,6 +52,7 @@ def test_replicas_end_with_the_client(pjrt: Machine, number: signal.Signals) -> 
     wait_for_end_of(pids)
 
 
+@pytest.mark.slow
 def test_an_emulated_tpu_starts_warm_and_is_what_a_cold_program_sees(pjrt: Machine) -> None:
     environ = {"PJRT_DEVICE": "", "POLYXLA_EMULATE": "v4-8"}
     done = pjrt.run("run", PROGRAMS / "reduces.py", environ=environ)

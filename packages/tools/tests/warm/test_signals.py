@@ -65,6 +65,7 @@ def test_a_terminal_interrupts_and_stops_a_program(warm: Machine) -> None:
     assert warm.served() == 1
 
 
+@pytest.mark.slow
 def test_programs_end_when_the_warm_process_is_killed(machine: Machine) -> None:
     server = machine.prepare()
     client, pid = start(machine)
