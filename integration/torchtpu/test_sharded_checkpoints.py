@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from polyxla_testing.processes import kill_group_when
 from polyxla_training import CheckpointFolder, load
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "train_divided.py"
@@ -89,14 +89,15 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(whole, "fsdp", 4, 2)
     process = start(killed, "fsdp", 4, 2)
-    deadline = time.monotonic() + TIMEOUT_S
-    # Once there is a checkpoint, it is killed while the next one is written.
-    while not (list(killed.glob("step-*.shards")) and list(killed.glob(".*-directory/shard-*.safetensors"))):
-        assert time.monotonic() < deadline
+
+    def is_writing() -> bool:
+        """Return whether there is a checkpoint, and the next one is being written."""
         assert process.poll() is None, process.communicate()[1][-5000:]
-    os.killpg(process.pid, signal.SIGKILL)
+        return any(killed.glob("step-*.shards")) and any(killed.glob(".*-directory/shard-*.safetensors"))
+
+    kill_group_when(is_writing, "a checkpoint, and a part of the next one", process.pid, TIMEOUT_S)
     process.communicate(timeout=TIMEOUT_S)
-    assert list(killed.glob(".*-directory")), "the write was not interrupted: this has tested nothing"
+    assert list(killed.glob(".*-directory"))
     step, path = newest(killed)
     assert 0 < step < 2 * STEPS
     load(path)

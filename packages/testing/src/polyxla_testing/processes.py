@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,6 +39,37 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
         time.sleep(POLL_S)
+
+
+def kill_group_when(condition: Callable[[], bool], what: str, group: int, timeout_s: float = WAIT_S) -> None:
+    """Block until `condition` holds, and kill the processes of a group before it changes.
+
+    They are stopped while the condition is checked. If they ran between a check and the signal, they could
+    pass the moment, since this process may have to wait for a core.
+
+    Args:
+        condition: returns whether it holds.
+        what: what is waited for, named in the error.
+        group: the id of the process group.
+        timeout_s: the longest wait, in seconds.
+
+    Raises:
+        AssertionError: it does not hold in time; the processes run on.
+    """
+
+    def is_held() -> bool:
+        if not condition():
+            return False
+        os.killpg(group, signal.SIGSTOP)
+        # A call to the system that has begun is finished first.
+        time.sleep(POLL_S)
+        if condition():
+            return True
+        os.killpg(group, signal.SIGCONT)
+        return False
+
+    wait_until(is_held, what, timeout_s)
+    os.killpg(group, signal.SIGKILL)
 
 
 def wait_for_files(*paths: Path) -> None:
