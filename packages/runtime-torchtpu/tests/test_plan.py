@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 
@@ -16,32 +16,43 @@ from polyxla_torchtpu.discovery import requested_plan
 from polyxla_torchtpu.plan import plan_for
 from polyxla_torchtpu.plugin import polyxla_preload
 
-OWN_LAUNCH = """
-import json, os, torch
-from torch.tpu import distributed
-distributed.set_tpu_launch_env()
-print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}))
+TYPES = ["v4-8", "v5e-4", "v5e-8", "v5p-8", "v6e-8", "v5e-1", "tpu7x-2", "tpu7x-8"]
+# Torch is imported once; TorchTPU is loaded in a process for each type.
+OWN_LAUNCHES = """
+import json, os, sys
+from polyxla_torchtpu import unloaded
+import torch._dynamo, torch._inductor.lowering
+for name in sys.argv[1:]:
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0, name
+        continue
+    os.environ["POLYXLA_EMULATE"] = name
+    unloaded.load()
+    from torch.tpu import distributed
+    distributed.set_tpu_launch_env()
+    own = {name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}
+    print(json.dumps({name: own}), flush=True)
+    os._exit(0)
 """
 
 
-@pytest.mark.parametrize("name", ["v4-8", "v5e-4", "v5e-8", "v5p-8", "v6e-8", "v5e-1", "tpu7x-2", "tpu7x-8"])
-def test_the_variables_are_those_of_torchtpus_own_launch(name: str) -> None:
-    environ = {**os.environ, POLYXLA_EMULATE: name}
+def test_the_variables_are_those_of_torchtpus_own_launches() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", OWN_LAUNCH],
-        env=environ,
+        [sys.executable, "-c", OWN_LAUNCHES, *TYPES],
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    own = json.loads(done.stdout.splitlines()[-1])
-    ours = requested_plan({POLYXLA_EMULATE: name}).process_environments({}, 2)[0]
-    assert ours[env.TORCH_TPU_TOPOLOGY] == own[env.TORCH_TPU_TOPOLOGY]
-    counts = [len(environ[env.TORCH_TPU_SLICEBUILDER_ADDRESSES].split(",")) for environ in (ours, own)]
-    assert counts[0] == counts[1]
-    assert own.keys() <= ours.keys()
+    launches = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [*chain(*launches)] == TYPES
+    for name, own in chain.from_iterable(launch.items() for launch in launches):
+        ours = requested_plan({POLYXLA_EMULATE: name}).process_environments({}, 2)[0]
+        assert ours[env.TORCH_TPU_TOPOLOGY] == own[env.TORCH_TPU_TOPOLOGY], name
+        counts = [len(environ[env.TORCH_TPU_SLICEBUILDER_ADDRESSES].split(",")) for environ in (ours, own)]
+        assert counts[0] == counts[1], name
+        assert own.keys() <= ours.keys(), name
 
 
 def test_each_process_has_its_ranks() -> None:

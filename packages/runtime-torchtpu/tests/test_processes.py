@@ -252,6 +252,8 @@ def test_a_program_runs_on_the_emulated_libtpu(code: str, environ: dict[str, str
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == answer
     assert "nanobind" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("polyxla: ")]
+    assert [line.partition(" on this")[0] for line in said] == ["polyxla: emulating a v5litepod-1"]
 
 
 def test_a_kernel_for_tpu_cores_is_refused_with_what_to_write_instead() -> None:
@@ -347,12 +349,6 @@ def test_a_process_that_fails_early_does_not_wait_for_one_that_waits_for_it(
     assert done.returncode != 0
     assert said in done.stderr
     assert "exitcode  : 1 " in done.stderr.partition("Root Cause")[2]
-
-
-def test_one_line_says_that_the_tpu_is_emulated() -> None:
-    said = [line for line in run(ADD).stderr.splitlines() if line.startswith("polyxla: ")]
-    assert len(said) == 1
-    assert "emulating a v5litepod-1" in said[0]
 
 
 def test_a_tpu_that_does_not_exist_is_one_line_where_torch_is_imported() -> None:
