@@ -33,8 +33,6 @@ nox.options.sessions = ["lint", "types", "tests(package='all')", "integration(ru
 # With this variable, each process of a test compiles all the modules that it imports: with torch_xla, this
 # takes as long as the rest of the import.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# `.ci/run` runs README's command with the tests that are marked slow. Tests must not inherit the variable.
-SLOW = ["--slow"] if os.environ.pop("SLOW_TESTS", "") else []
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints.txt"
@@ -266,7 +264,7 @@ def test_package(session: nox.Session, package: str) -> None:
     # A few tests are done before other processes have started.
     how = [] if "-k" in session.posargs else at_once(package)
     directory = f"packages/{package}/tests"
-    session.run("pytest", *how, directory, junit(f"tests-{package}"), *SLOW, *session.posargs)
+    session.run("pytest", *how, directory, junit(f"tests-{package}"), *session.posargs)
 
 
 @nox.session(name="tests-torchtpu")
@@ -280,7 +278,7 @@ def tests_torchtpu(session: nox.Session, package: str) -> None:
     )
     options = [*FOUR_AT_ONCE, junit(f"tests-torchtpu-{package}")]
     tests = TESTS_ON_TORCH_TPU.get(package, "tests")
-    session.run("pytest", f"packages/{package}/{tests}", *options, *SLOW, *session.posargs)
+    session.run("pytest", f"packages/{package}/{tests}", *options, *session.posargs)
 
 
 @nox.session
@@ -325,7 +323,7 @@ def integration(session: nox.Session, runtime: str) -> None:
     options = ["--durations=10", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
     # These need other libraries: `clients` and `trackers` run them.
     options += [f"--ignore={directory}" for directory in (*CLIENTS.values(), TRACKERS_TESTS)]
-    session.run("pytest", "integration", *TWO_AT_ONCE, *options, *SLOW, *session.posargs)
+    session.run("pytest", "integration", *TWO_AT_ONCE, *options, *session.posargs)
 
 
 @nox.session
