@@ -33,7 +33,7 @@ from polyxla_testing.engine_conformance import (
 )
 
 # Less than the tests' own limit: replicas that meet in different orders wait for ever.
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 Open = Callable[..., LocalEngine]
 SUMMING = f"""HloModule summing, replica_count=2
     {ADD}

@@ -21,7 +21,7 @@ from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.table.handles import ArrayTypes, Bridge, array
 from polyxla_bridge.table.table import Table
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 class ListEngine:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from conftest import Networks, Pod
 
 LOST_AFTER_S = 3.0
+SOON_S = 20.0
 
 
 @pytest.mark.timeout(120)
@@ -25,8 +26,8 @@ def test_a_host_whose_link_is_cut_is_named_and_all_hosts_end_the_command(
     networks.cut("two")
     done = linked.finish(process)
     # The silence, one more heartbeat, and the grace.
-    assert time.monotonic() - begin < LOST_AFTER_S + 10
+    assert time.monotonic() - begin < LOST_AFTER_S + SOON_S
     assert done.returncode == 255
     assert f"w1 (two): did not answer for {LOST_AFTER_S:g} s: its link is cut" in done.stderr
     wait_for_end_of(pids)
-    assert time.monotonic() - begin < LOST_AFTER_S + 10
+    assert time.monotonic() - begin < LOST_AFTER_S + SOON_S

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(120)
 
+# Less than the silence and the wait for a connection after which all would end anyway.
+SOON_S = 14.0
+
 
 def test_output_has_prefixes_and_keeps_its_streams(ssh: Pod) -> None:
     done = ssh.run("one,two", "--", "sh", "-c", "echo to out; echo to err >&2")
@@ -78,7 +81,7 @@ def test_processes_that_ignore_sigterm_or_leave_the_group_are_ended(ssh: Pod) ->
     begin = time.monotonic()
     done = ssh.run("one,two", *program)
     assert done.returncode == 3
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < SOON_S
     pids = ssh.pids(6)
     assert [pid for pid in pids if is_alive(pid)] == []
 
@@ -90,7 +93,7 @@ def test_a_host_whose_connection_ends_is_named_and_the_others_are_ended(ssh: Pod
     begin = time.monotonic()
     os.kill(client, signal.SIGKILL)
     done = ssh.finish(process)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < SOON_S
     assert done.returncode == 255
     assert "w1 (two): the connection was closed" in done.stderr
     wait_for_end_of(pids)
@@ -104,7 +107,7 @@ def test_a_host_that_stops_is_named_by_its_silence(ssh: Pod) -> None:
     os.kill(host, signal.SIGSTOP)
     try:
         done = ssh.finish(process)
-        assert time.monotonic() - begin < 12
+        assert time.monotonic() - begin < SOON_S
     finally:
         os.kill(host, signal.SIGCONT)
     assert done.returncode == 255
@@ -140,7 +143,7 @@ def test_a_signal_at_the_launcher_ends_all(ssh: Pod, number: signal.Signals) -> 
     process.send_signal(number)
     done = ssh.finish(process)
     assert set(map(tuple, ssh.unfolded(done.stdout).values())) == {("started", "last words")}
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < SOON_S
     assert done.returncode == 128 + number
     assert "Traceback" not in done.stderr
     wait_for_end_of(pids)
@@ -155,7 +158,7 @@ def test_a_signal_does_not_wait_for_a_host_that_never_answers(ssh: Pod, server: 
             begin = time.monotonic()
             process.send_signal(signal.SIGINT)
             assert ssh.finish(process).returncode == 128 + signal.SIGINT
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < SOON_S
 
 
 def test_all_hosts_end_the_command_if_the_launcher_is_killed(ssh: Pod) -> None:
@@ -164,7 +167,7 @@ def test_all_hosts_end_the_command_if_the_launcher_is_killed(ssh: Pod) -> None:
     begin = time.monotonic()
     process.kill()
     wait_for_end_of(pids)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < SOON_S
 
 
 def test_the_command_ends_if_what_runs_on_the_host_is_killed(ssh: Pod) -> None:
@@ -185,7 +188,7 @@ def test_a_host_that_never_answers_is_named(ssh: Pod, server: SshServer) -> None
         server.add_host("silent", silent.getsockname()[1])
         begin = time.monotonic()
         done = ssh.run("one,silent", "--connect-timeout", "3", "--", "true")
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < SOON_S
     assert done.returncode == 255
     assert "w1 (silent): did not answer within 3 s. This must work without a question: ssh -F" in done.stderr
 

@@ -11,7 +11,7 @@ import pytest
 
 from polyxla_xrt.protocol.outbox import LIMIT_BYTES, Outbox
 
-SOON_S = 10.0
+SOON_S = 30.0
 MIB = 1 << 20
 
 

@@ -30,7 +30,7 @@ NOTICED_S = 1.0
 """Longest median of these times for a cut, in seconds, as the documentation promises."""
 SILENCE_S, PING_S = 4, 1
 """As in `protocol`, but for processes that tests have no time to wait for."""
-SOON_S = 5.0
+SOON_S = 20.0
 """Longest time from a loss that the worker has noticed to the end of the job there, in seconds."""
 ATTACHED = 3
 """Messages in each direction before the first that belongs to the session: status, lease, attachment."""

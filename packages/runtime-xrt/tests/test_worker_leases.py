@@ -18,7 +18,7 @@ from polyxla_xrt.server.worker.leased_job import LeasedJob
 from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, QueueFullError
 from polyxla_xrt.server.worker.session import MemoryBudget
 
-SOON_S = 10.0
+SOON_S = 30.0
 ENDED = PjrtError(Code.ABORTED, "it is over")
 
 

@@ -45,7 +45,7 @@ from polyxla_xrt.protocol.worker import PROTOCOL
 from polyxla_xrt.server.worker import glibc_memory, logs, process, supervisor
 
 PATIENCE_S = 40.0
-SOON_S = 10.0
+SOON_S = 30.0
 """Time within which the worker notices that a client died, in seconds."""
 
 DOUBLE = "HloModule double ENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"

@@ -40,7 +40,7 @@ from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL, format_holder
 from polyxla_xrt.server.worker.security import TokenInterceptor
 
-BOUND_S = 5.0
+BOUND_S = 20.0
 """Time within which an error must come, in seconds."""
 TOKEN = "0123456789abcdef-right"
 
