@@ -159,11 +159,20 @@ def resident_bytes(process: int | str = "self") -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+_rows: set[str] = set()
+"""Names of the aims that the rows so far have asked for."""
+
+
+def _aims() -> Mapping[str, str]:
+    return AIMS[Path(sys.argv[0]).stem]
+
+
 def row(case: str, ours: Any, peer: Any, ratio: float) -> None:
     """Print one line of the table or of JSON; a ratio without an aim has no verdict."""
-    aims, verdict = AIMS[Path(sys.argv[0]).stem], ""
-    target = aims.get(case) or aims.get(case.partition(":")[0], "")
-    if target:
+    aims, verdict = _aims(), ""
+    aim = case if case in aims else case.partition(":")[0]
+    _rows.add(aim)
+    if target := aims.get(aim, ""):
         sign, limit = target.split()
         verdict = "met" if _IS_MET[sign](ratio, float(limit)) else "NOT"
     if JSON in sys.argv:
@@ -179,6 +188,9 @@ def main(parts: Mapping[str, Callable[[], None]], functions: Mapping[str, Callab
     Args:
         parts: the measurements, by name.
         functions: the functions that such a process can run, by name.
+
+    Raises:
+        SystemExit: a part has another name, or all parts have run and an aim is of no row.
     """
     if sys.argv[1:2] == ["--do"]:
         name, *arguments = json.loads(sys.argv[2])
@@ -194,3 +206,5 @@ def main(parts: Mapping[str, Callable[[], None]], functions: Mapping[str, Callab
         parts[name]()
     if JSON not in sys.argv:
         print(f"load {os.getloadavg()[0]:.1f} after, this benchmark included")
+    if {*names} == {*parts} and (lost := [*_aims().keys() - _rows]):
+        raise SystemExit(f"no row has the aims {lost}, which benchmarks/aims.py names")
