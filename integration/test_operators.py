@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,40 @@ def test_norms_are_those_of_the_cpu_where_the_mean_is_large() -> None:
         for found, expected in zip(norms, _normalised(None), strict=True):
             # A number has only seven digits, of which the mean takes four.
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+
+
+def sums_of(dtype: torch.dtype, replica: Replica | None) -> list[torch.Tensor]:
+    """Return sums of hundreds of numbers, computed by a replica in this dtype, or here without rounding."""
+
+    def given(x: torch.Tensor) -> torch.Tensor:
+        return replica.to_device(x.to(dtype)) if replica else x.to(dtype).double()
+
+    numbers = torch.Generator().manual_seed(0)
+    places = torch.arange(2048)
+    if replica:
+        places = replica.to_device(places)
+    factors = given(torch.rand(2048, 1, generator=numbers) + 0.5)
+    weight, row = given(torch.zeros(4, 8)).requires_grad_(), given(torch.zeros(1, 3)).requires_grad_()
+    (F.embedding(places % 4, weight) * factors).sum().backward()
+    (row.gather(1, (places % 3).reshape(1, -1)) * factors.reshape(1, -1)).sum().backward()
+    image = given(torch.rand(1, 3, 64, 64, generator=numbers) + 0.5)
+    assert weight.grad is not None
+    assert row.grad is not None
+    sums = (weight.grad, row.grad, image.sum(), F.avg_pool2d(image, 32), F.layer_norm(image, (64,)))
+    return [found.cpu() for found in sums]
+
+
+def assert_rounded_once(runtime: str, dtype: torch.dtype) -> None:
+    """Assert that replicas compute `sums_of` a dtype as exactly as it can hold them."""
+    for found in polyxla.launch(partial(sums_of, dtype), devices=2, runtime=runtime):
+        for ours, exact in zip(found, sums_of(dtype, None), strict=True):
+            assert ours.dtype == dtype
+            torch.testing.assert_close(ours.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_narrow_numbers_are_rounded_once(dtype: torch.dtype) -> None:
+    assert_rounded_once("pjrt", dtype)
 
 
 def test_interpolate_takes_its_scale_from_the_sizes() -> None:

@@ -15,7 +15,14 @@ from polyxla import Replica
 INTEGRATION = Path(__file__).parents[1]
 sys.path += [str(INTEGRATION), str(INTEGRATION / "programs")]
 from operators import difference  # noqa: E402
-from test_operators import EMULATED, OPERATORS, TOLERANCE, compared, run  # noqa: E402
+from test_operators import (  # noqa: E402
+    EMULATED,
+    OPERATORS,
+    TOLERANCE,
+    assert_rounded_once,
+    compared,
+    run,
+)
 
 MISSING = {
     *("kthvalue", "nn.functional.adaptive_max_pool2d", "nn.functional.mish", "std_mean"),
@@ -69,6 +76,11 @@ def _normalised(replica: Replica | None) -> torch.Tensor:
 def test_layer_norm_is_wrong_where_the_mean_is_large() -> None:
     (found,) = polyxla.launch(_normalised, devices=1, runtime="torchtpu")
     assert not torch.allclose(found, _normalised(None), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_narrow_numbers_are_rounded_once(dtype: torch.dtype) -> None:
+    assert_rounded_once("torchtpu", dtype)
 
 
 @pytest.mark.long

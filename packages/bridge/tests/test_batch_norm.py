@@ -16,7 +16,12 @@ from polyxla_bridge.programs import hlo
 
 Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
 
-SHAPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f64": np.dtype(np.float64)}
+SHAPES = {
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+}
 KINDS = {
     "batch-norm-training": ("x, scale, offset", "(T[S], T[F], T[F])"),
     "batch-norm-inference": ("x, scale, offset, mean, variance", "T[S]"),
@@ -119,6 +124,31 @@ def test_the_library_computes_what_the_instruction_does(
     for array, other in zip(computed(data, arguments), computed(replaced, arguments), strict=True):
         # Sums grow with the number of places.
         np.testing.assert_allclose(other, array, rtol=2e-4, atol=1e-5 * np.abs(array).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("is_partitioned", [False, True])
+def test_results_of_narrow_numbers_are_rounded_once(
+    kind: str, dtype: str, is_partitioned: bool, computed: Computed
+) -> None:
+    dims = (60, 4, 20)
+    arguments = random_arguments(dtype, dims, 1)
+    with jax.enable_x64(True):
+        exact = computed(program(kind, "f64", dims, 1), [array.astype(np.float64) for array in arguments])
+    rounding = {"f16": 2**-10, "bf16": 2**-7}[dtype]
+
+    def error(data: bytes) -> float:
+        """Return how far the results are from the exact ones, beyond one rounding of each number."""
+        return max(
+            float((np.abs(found.astype(np.float64) - array) - rounding * np.abs(array)).max())
+            for found, array in zip(computed(data, arguments), exact, strict=True)
+        )
+
+    data = program(kind, dtype, dims, 1)
+    assert error(cpu.expanded(data, is_partitioned=is_partitioned)) < 1e-5
+    # XLA itself computes those of bfloat16 in float32.
+    assert (error(data) > 1e-4) == (dtype == "f16")
 
 
 @pytest.mark.parametrize("dims", [(16, 4, 32, 32), (8, 4)])

@@ -13,6 +13,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
+from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.engine.expansions import inlining, sums
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
@@ -24,35 +25,80 @@ Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, An
 TIMEOUT_S = 60
 
 
-def program(dtype: str, step: str) -> bytes:
-    text = f"""HloModule reduces
-    step {{ a = {dtype}[] parameter(0) b = {dtype}[] parameter(1) ROOT c = {dtype}[] {step}(a, b) }}
-    ENTRY main {{ x = {dtype}[4,300] parameter(0) z = {dtype}[] constant(0)
-      ROOT r = {dtype}[4] reduce(x, z), dimensions={{1}}, to_apply=step }}"""
-    data: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+REDUCE = "reduce(x, z), dimensions={1}"
+WINDOWS = "reduce-window(x, z), window={size=1x100 stride=1x40 pad=0_0x30_50}"
+SCATTER = """scatter(d, i, u), update_window_dims={1}, inserted_window_dims={0},
+    scatter_dims_to_operand_dims={0}, index_vector_dim=1"""
+
+
+def program(dtype: str, result: str, instruction: str, step: str = "add") -> bytes:
+    """Return a program that combines numbers of an array [4, 300]."""
+    text = f"""HloModule sums
+    step {{ a = T[] parameter(0) b = T[] parameter(1) ROOT c = T[] {step}(a, b) }}
+    ENTRY main {{ x = T[4,300] parameter(0) z = T[] constant(0) d = T[3,4] broadcast(z), dimensions={{}}
+      u = T[300,4] transpose(x), dimensions={{1,0}}
+      j = s32[300] iota(), iota_dimension=0 t = s32[] constant(3)
+      k = s32[300] broadcast(t), dimensions={{}} i = s32[300] remainder(j, k)
+      ROOT r = T[{result}] {instruction}, to_apply=step }}"""
+    data: bytes = hlo_module_from_text(text.replace("T[", f"{dtype}[")).as_serialized_hlo_module_proto()
     return data
 
 
+def over_windows(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    padded = np.pad(numbers, ((0, 0), (30, 50)))
+    return np.stack([padded[:, first : first + 100].sum(1) for first in range(0, 281, 40)], axis=1)
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_a_sum_is_rounded_once(name: str) -> None:
+@pytest.mark.parametrize(
+    ("result", "instruction", "exact"),
+    [
+        pytest.param("4", REDUCE, lambda x: x.sum(1), id="reduce"),
+        pytest.param("4,8", WINDOWS, over_windows, id="windows"),
+        pytest.param("3,4", SCATTER, lambda x: x.T.reshape(100, 3, 4).sum(0), id="scatter"),
+    ],
+)
+def test_a_sum_is_rounded_once(
+    name: str,
+    result: str,
+    instruction: str,
+    exact: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+    computed: Computed,
+) -> None:
     dtype = np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
-    numbers = np.random.default_rng(0).uniform(0, 30, (4, 300)).astype(dtype)
-    engine = JaxEngine(BridgeSettings())
+    # float32 holds their sums without rounding.
+    numbers = np.random.default_rng(0).integers(0, 200, (4, 300))
+    data = program({"bfloat16": "bf16", "float16": "f16"}[name], result, instruction)
+    (found,) = computed(in_library(data), [numbers.astype(dtype)])
+    expected = exact(numbers).astype(dtype)
+    assert found.tolist() == expected.tolist()
+    (of_xla,) = computed(data, [numbers.astype(dtype)])
+    assert of_xla.tolist() != expected.tolist()
+
+
+@pytest.mark.parametrize("compile_on", ["jaxlib", "plugin"])
+def test_both_engines_round_a_sum_once(compile_on: str, open_on_plugin: Callable[..., Engine]) -> None:
+    engine = JaxEngine(BridgeSettings()) if compile_on == "jaxlib" else open_on_plugin(1)
+    numbers = np.random.default_rng(0).integers(0, 200, (4, 300))
     options = xla_client.CompileOptions().SerializeAsString()
-    executable = engine.compile(program({"bfloat16": "bf16", "float16": "f16"}[name], "add"), options)
+    executable = engine.compile(program("bf16", "3,4", SCATTER), options)
+    given = numbers.astype(ml_dtypes.bfloat16).view(np.uint8)
     argument = engine.from_host(
-        engine.devices[0], ArrayType(name, (4, 300)), memoryview(numbers.view(np.uint8).data).cast("B")
+        engine.devices[0], ArrayType("bfloat16", (4, 300)), memoryview(given.data).cast("B")
     )
     (result,) = engine.execute(executable, engine.devices[0], [argument])
-    found = np.frombuffer(engine.to_host(result).result(TIMEOUT_S), np.uint8).view(dtype)
-    engine.close()
-    assert found.tolist() == numbers.astype(np.float32).sum(axis=1).astype(dtype).tolist()
+    found = np.frombuffer(engine.to_host(result).result(TIMEOUT_S), np.uint8).view(ml_dtypes.bfloat16)
+    expected = numbers.T.reshape(100, 3, 4).sum(0).astype(ml_dtypes.bfloat16)
+    assert found.tolist() == expected.ravel().tolist()
+    if compile_on == "jaxlib":
+        engine.close()
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("f32", "add"), ("bf16", "maximum")])
-def test_other_reductions_stay_as_they_are(dtype: str, step: str) -> None:
-    data = program(dtype, step)
-    assert inlining.replace(data, partial(sums.choose, calls_library=True)) is data
+@pytest.mark.parametrize(("result", "instruction"), [("4", REDUCE), ("4,8", WINDOWS), ("3,4", SCATTER)])
+def test_other_reductions_stay_as_they_are(dtype: str, step: str, result: str, instruction: str) -> None:
+    data = program(dtype, result, instruction, step)
+    assert in_library(data) is data
 
 
 def columns(dims: str, dimensions: str, result: str, dtype: str = "f32", initial: str = "0.5") -> bytes:

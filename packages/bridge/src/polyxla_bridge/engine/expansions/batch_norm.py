@@ -30,18 +30,33 @@ def choose(instruction: Instruction, program: inlining.Program) -> inlining.Func
     """Return the function that computes a batch norm; None for any other instruction."""
     if instruction.opcode not in _NORMALIZATIONS:
         return None
-    return partial(
+    function = partial(
         _NORMALIZATIONS[instruction.opcode], axis=instruction.feature_index, epsilon=instruction.epsilon
+    )
+    return (
+        partial(_in_float32, function, _result_dtypes(instruction)) if _is_narrow(instruction) else function
     )
 
 
-def choose_training(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
-    """Return the function that computes a batch norm in training; None for any other instruction.
+def choose_exact(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
+    """Return the function that computes a batch norm, where XLA's own is not exact; None for any other.
 
     XLA computes the variance as the mean of squares less the square of the mean, which has no correct digit
-    where the mean is large.
+    where the mean is large. It computes batch norms of float16 in float16.
     """
-    return choose(instruction, program) if instruction.opcode == "batch-norm-training" else None
+    if instruction.opcode not in _NORMALIZATIONS:
+        return None
+    is_exact = instruction.opcode != "batch-norm-training" and not _is_narrow(instruction)
+    return None if is_exact else choose(instruction, program)
+
+
+def _is_narrow(instruction: Instruction) -> bool:
+    return not {"bfloat16", "float16"}.isdisjoint(_result_dtypes(instruction))
+
+
+def _result_dtypes(instruction: Instruction) -> tuple[str, ...]:
+    shapes = instruction.shape.tuple_shapes or [instruction.shape]
+    return tuple(hlo.array_type(shape)[0] for shape in shapes)
 
 
 def choose_in_library(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
@@ -66,6 +81,16 @@ def by_feature(x: jax.Array, first: int, last: int) -> jax.Array:
     """Return an array as [batch, feature, place]; the dimensions from `first` to `last` are the feature."""
     features = math.prod(x.shape[first:last])
     return x.reshape(math.prod(x.shape[:first]), features, math.prod(x.shape[last:]))
+
+
+def _in_float32(
+    function: inlining.Function, dtypes: tuple[str, ...], *arrays: jax.Array
+) -> jax.Array | tuple[jax.Array, ...]:
+    """Compute a batch norm of narrow numbers, and round each result once, as PyTorch's CPU and GPUs do."""
+    results = function(*(array.astype(jnp.float32) for array in arrays))
+    if isinstance(results, tuple):
+        return tuple(map(jnp.astype, results, dtypes))
+    return jnp.astype(results, dtypes[0])
 
 
 def _training(

@@ -39,7 +39,7 @@ def expanded(
     else:
         choices += [power.choose, partial(max_pool.choose, calls_library=calls_library)]
         choices += [batch_norm.choose_in_library] if calls_library else []
-        choices.append(batch_norm.choose_training)
+        choices.append(batch_norm.choose_exact)
     choices += [convolution.choose, product.choose] if calls_torch else []
     return inlining.replace(module, *choices)
 
