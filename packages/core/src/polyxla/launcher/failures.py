@@ -24,7 +24,7 @@ from polyxla import presence
 from polyxla.console import say
 from polyxla.errors import DisagreementError, PolyxlaError, ReplicaLostError, StalledError
 from polyxla.launcher.messages import Message, Raised, StallReport, pack
-from polyxla.launcher.process_handle import Process, is_stopped
+from polyxla.launcher.process_handle import Process, is_ending, is_stopped
 from polyxla.presence import Position
 
 INTERRUPT_GRACE_S = 3.0
@@ -255,31 +255,31 @@ class ReplicaProcess:
         return None
 
 
-def lost(suspects: Sequence[ReplicaProcess]) -> ReplicaLostError:
+def lost(first: ReplicaProcess, processes: Sequence[ReplicaProcess]) -> ReplicaLostError:
     """Return the error for a process that ended without an answer.
 
     Args:
-        suspects: the process whose pipe closed, then the others: the end of one process often takes others
-            with it, and the first that was killed is the one to name.
+        first: the process whose pipe closed. Its end may follow from that of another one, which is the one
+            to name.
+        processes: all of the launch.
     """
-    first = suspects[0]
     # The pipe closes while the process exits, a moment before its exit code can be read.
     end = first.process.wait(time.monotonic() + STOP_GRACE_S)
     if end is None:
         return ReplicaLostError(f"{first} closed its pipe and hangs")
-    ends = [(suspect, suspect.process.ended()) for suspect in suspects]
+    ends = [(process, process.process.ended()) for process in processes]
     # SIGKILL comes from outside, often from the kernel for lack of memory; other ends may follow from it.
-    killed = [suspect for suspect, exit_ in ends if exit_ and exit_.code == -signal.SIGKILL]
+    killed = [process for process, exit_ in ends if exit_ and exit_.code == -signal.SIGKILL]
     if killed and end.code != -signal.SIGKILL:
         first = killed[0]
     return ReplicaLostError(
-        f"{first} {first.process.ended()} before it returned a result{_rest_of_slice(first, suspects)}"
+        f"{first} {first.process.ended()} before it returned a result{_rest_of_slice(first, processes)}"
     )
 
 
-def _rest_of_slice(first: ReplicaProcess, suspects: Sequence[ReplicaProcess]) -> str:
+def _rest_of_slice(first: ReplicaProcess, processes: Sequence[ReplicaProcess]) -> str:
     """Say that the whole TPU slice of a process is lost, if it is."""
-    own = [suspect for suspect in suspects if suspect.slice_id == first.slice_id]
+    own = [process for process in processes if process.slice_id == first.slice_id]
     deadline = time.monotonic() + DEATH_NOTICE_S
     if first.slice_id is None or len(own) == 1 or not all(_was_killed(each, deadline) for each in own):
         return ""
@@ -288,16 +288,22 @@ def _rest_of_slice(first: ReplicaProcess, suspects: Sequence[ReplicaProcess]) ->
 
 def _was_killed(process: ReplicaProcess, deadline: float) -> bool:
     end = process.process.wait(deadline)
+    # On a busy machine, a large process is seen to end long after it was killed.
+    if end is None and process.process.pid and is_ending(process.process.pid):
+        end = process.process.wait(time.monotonic() + STOP_GRACE_S)
     return end is not None and end.code == -signal.SIGKILL
 
 
-def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:
+def find_death(processes: Sequence[ReplicaProcess]) -> ReplicaLostError | None:
     """Return the error for the first process that ends without an answer; None if there is none.
 
     Called when a launch fails anyway: the message of a process that has one is discarded. Waits for
     `DEATH_NOTICE_S`, since the pipe of a killed process closes with the last of its threads.
+
+    Args:
+        processes: all of the launch.
     """
-    remaining = {process.pipe: process for process in processes}
+    remaining = {process.pipe: process for process in processes if not process.has_answered}
     deadline = time.monotonic() + DEATH_NOTICE_S
     while remaining:
         ready: Any = multiprocessing.connection.wait(list(remaining), max(0.0, deadline - time.monotonic()))
@@ -309,7 +315,7 @@ def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:
                 if process.receive() is None:
                     remaining[pipe] = process
             except (EOFError, OSError):
-                return lost([process])
+                return lost(process, processes)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -31,6 +32,20 @@ def is_stopped(pid: int) -> bool:
         return False
     # The program's name precedes the state, in parentheses, and may contain blanks.
     return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether a process has been killed or exits, and has not given back all its memory.
+
+    Source: PF_EXITING in include/linux/sched.h, and the fields of stat and status in proc(5).
+    """
+    try:
+        flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    pending = re.findall(r"^S(?:ig|hd)Pnd:\t(\w+)$", status, re.MULTILINE)
+    return bool(flags & 4) or any(int(mask, 16) >> signal.SIGKILL - 1 & 1 for mask in pending)
 
 
 @dataclass(frozen=True)

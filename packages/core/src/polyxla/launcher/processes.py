@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -190,7 +190,7 @@ def _greet(child: ReplicaProcess, setup: Setup, timeout_s: float) -> None:
         child.pipe.recv()
         child.pipe.send(setup)
     except (EOFError, OSError):
-        raise failures.lost([child]) from None
+        raise failures.lost(child, [child]) from None
 
 
 def _gather(children: Sequence[ReplicaProcess]) -> list[Any]:
@@ -213,11 +213,11 @@ def _gather(children: Sequence[ReplicaProcess]) -> list[Any]:
                 results[child.index] = unpack(message.content)
             except BaseException as error:
                 # Errors follow from a death within milliseconds, and may overtake its notice.
-                if death := failures.find_death(waiting.values()):
+                if death := failures.find_death(children):
                     raise death from error
                 raise
         if not ready:
-            _check_alive(waiting.values())
+            _check_alive(children)
     return results
 
 
@@ -244,14 +244,14 @@ def _receive(child: ReplicaProcess, children: Sequence[ReplicaProcess]) -> Messa
     try:
         return child.receive()
     except (EOFError, OSError):
-        raise failures.lost([child, *(other for other in children if other is not child)]) from None
+        raise failures.lost(child, children) from None
 
 
-def _check_alive(children: Iterable[ReplicaProcess]) -> None:
+def _check_alive(children: Sequence[ReplicaProcess]) -> None:
     for child in children:
         # In this order: once it has ended, everything that it sent is in the pipe.
-        if child.process.ended() and not child.pipe.poll():
-            raise failures.lost([child])
+        if not child.has_answered and child.process.ended() and not child.pipe.poll():
+            raise failures.lost(child, children)
 
 
 def _stop(children: Sequence[ReplicaProcess]) -> None:
