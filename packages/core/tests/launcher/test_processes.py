@@ -27,6 +27,7 @@ from polyxla.plugin import Job, Setting, env
 from polyxla_testing.processes import (
     WAIT_S,
     is_alive,
+    wait_for_end_of,
     wait_for_files,
 )
 
@@ -199,7 +200,8 @@ def test_a_process_that_ignores_sigterm_is_killed(
     monkeypatch.setattr(processes, "STOP_GRACE_S", 0.1)
     with pytest.raises(ZeroDivisionError):
         run_bare(ignore_or_fail, size=2, method=method)
-    assert not is_alive(int((tmp_path / "pid").read_text()))
+    # On a busy machine, it ends after that grace.
+    wait_for_end_of([int((tmp_path / "pid").read_text())])
 
 
 def test_the_first_process_which_serves_the_others_is_ended_last(

@@ -204,6 +204,8 @@ class _Call:
                 # answers.
                 session.trust_env = False
                 self._get(session)
+        except requests.Timeout:
+            self.error = f"nothing came within {self._timeout_s:g} s"
         except (requests.RequestException, OSError, ValueError) as error:
             self.error = type(error).__name__
         finally:
