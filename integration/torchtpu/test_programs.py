@@ -42,7 +42,7 @@ def test_one_device_trains_as_the_cpu(
     [
         pytest.param("decoder.py", "ddp", marks=pytest.mark.long),
         ("decoder.py", "fsdp"),
-        ("decoder.py", "fsdp-from-host"),
+        pytest.param("decoder.py", "fsdp-from-host", marks=pytest.mark.slow),
         ("decoder.py", "tp"),
         pytest.param("resnet_block.py", "ddp", marks=pytest.mark.long),
     ],

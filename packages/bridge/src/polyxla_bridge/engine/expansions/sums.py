@@ -31,8 +31,6 @@ LEAST_SIZE = 1 << 18
 """Numbers in an array below which XLA's sum of its columns is as fast."""
 _LEAST_COLUMNS = 16
 _NARROW = frozenset(("bfloat16", "float16"))
-
-
 _SUMS = {"reduce": 2, "reduce-window": 2, "scatter": 3}
 """Instructions that add numbers of one array, with that number of operands."""
 
