@@ -60,6 +60,8 @@ _PRIMITIVES = {
 PRED, F32, TUPLE = 1, 11, 13
 """Element types of booleans, of float32 and of tuples. Source: as above."""
 
+NARROW = frozenset(("bfloat16", "float16"))
+"""Floating-point dtypes that PyTorch adds, and normalises, in float32."""
 _COLLECTIVES = (
     "all-gather",
     "all-reduce",

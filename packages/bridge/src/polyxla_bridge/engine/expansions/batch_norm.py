@@ -51,7 +51,7 @@ def choose_exact(instruction: Instruction, program: inlining.Program) -> inlinin
 
 
 def _is_narrow(instruction: Instruction) -> bool:
-    return not {"bfloat16", "float16"}.isdisjoint(_result_dtypes(instruction))
+    return not hlo.NARROW.isdisjoint(_result_dtypes(instruction))
 
 
 def _result_dtypes(instruction: Instruction) -> tuple[str, ...]:

@@ -13,8 +13,6 @@ from polyxla_bridge.engine.expansions import inlining
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
-_NARROW = frozenset(("bfloat16", "float16"))
-
 
 def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
     """Return the function that computes such a power; None for any other instruction."""
@@ -22,7 +20,7 @@ def choose(instruction: Instruction, program: inlining.Program) -> inlining.Func
         return None
     exponents = program.instructions[instruction.operand_ids[1]]
     dtype, dims = hlo.array_type(instruction.shape)
-    if exponents.opcode != "broadcast" or 0 in dims or dtype not in (*_NARROW, "float32", "float64"):
+    if exponents.opcode != "broadcast" or 0 in dims or dtype not in (*hlo.NARROW, "float32", "float64"):
         return None
     exponent = program.instructions[exponents.operand_ids[0]]
     is_argument = exponent.opcode != "constant" and not exponent.shape.dimensions
@@ -33,7 +31,7 @@ def _power(numbers: jax.Array, exponents: jax.Array) -> jax.Array:
     exponent = lax.slice(exponents, (0,) * exponents.ndim, (1,) * exponents.ndim).reshape(())
     which = (exponent == 2).astype(numpy.int32) + 2 * (exponent == 3).astype(numpy.int32)
     # XLA computes a power of narrow numbers in float32, too.
-    wide = numbers.astype(numpy.float32) if numbers.dtype.name in _NARROW else numbers
+    wide = numbers.astype(numpy.float32) if numbers.dtype.name in hlo.NARROW else numbers
     ways = (
         lambda wide, exponent: lax.pow(wide, lax.full_like(wide, exponent)),
         lambda wide, _: wide * wide,

@@ -30,7 +30,6 @@ TARGET, FEATURES_TARGET = "polyxla_column_sums", "polyxla_feature_sums"
 LEAST_SIZE = 1 << 18
 """Numbers in an array below which XLA's sum of its columns is as fast."""
 _LEAST_COLUMNS = 16
-_NARROW = frozenset(("bfloat16", "float16"))
 _SUMS = {"reduce": 2, "reduce-window": 2, "scatter": 3}
 """Instructions that add numbers of one array, with that number of operands."""
 
@@ -50,7 +49,7 @@ def choose(
     adding = program.computations[instruction.called_computation_ids[0]]
     opcodes = [step.opcode for step in adding.instructions]
     dtype, dims = hlo.array_type(program.instructions[instruction.operand_ids[0]].shape)
-    if opcodes != ["parameter", "parameter", "add"] or dtype not in (*_NARROW, "float32"):
+    if opcodes != ["parameter", "parameter", "add"] or dtype not in (*hlo.NARROW, "float32"):
         return None
     if calls_library and instruction.opcode == "reduce":
         summed = tuple(sorted(instruction.dimensions))
@@ -61,7 +60,7 @@ def choose(
         first, last = _kept(summed, len(dims))
         if 0 < first < last < len(dims) and batch_norm.are_large(dims, first, last):
             return partial(_of_features, first, last)
-    return _in_float32(instruction, adding, program) if dtype in _NARROW else None
+    return _in_float32(instruction, adding, program) if dtype in hlo.NARROW else None
 
 
 def _kept(summed: tuple[int, ...], rank: int) -> tuple[int, int]:
@@ -87,7 +86,7 @@ def _in_float32(instruction: Instruction, adding: Computation, program: inlining
         module.host_program_shape.parameters.append(shape)
         numbers.append(given.id)
         # The indices of a scatter stay as they are.
-        if hlo.array_type(shape)[0] in _NARROW:
+        if hlo.array_type(shape)[0] in hlo.NARROW:
             made = entry.instructions.add(opcode="convert", name="wide", id=2 * number + 2)
             made.shape.CopyFrom(_float32(shape))
             made.operand_ids.append(given.id)
