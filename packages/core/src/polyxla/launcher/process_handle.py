@@ -27,11 +27,9 @@ def signal_name(number: int) -> str:
 def is_stopped(pid: int) -> bool:
     """Return whether a process stands still, as after SIGSTOP or Ctrl-Z, or in a debugger."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return _stat(pid)[0] in "Tt"
     except OSError:
         return False
-    # The program's name precedes the state, in parentheses, and may contain blanks.
-    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 def is_ending(pid: int) -> bool:
@@ -40,12 +38,18 @@ def is_ending(pid: int) -> bool:
     Source: PF_EXITING in include/linux/sched.h, and the fields of stat and status in proc(5).
     """
     try:
-        flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
+        flags = int(_stat(pid)[6])
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
     pending = re.findall(r"^S(?:ig|hd)Pnd:\t(\w+)$", status, re.MULTILINE)
     return bool(flags & 4) or any(int(mask, 16) >> signal.SIGKILL - 1 & 1 for mask in pending)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of a process's ``/proc/PID/stat``, from its state on."""
+    # The program's name precedes the state, in parentheses, and may contain blanks.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 @dataclass(frozen=True)
