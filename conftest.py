@@ -32,6 +32,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     is_named = config.option.keyword or any("::" in argument for argument in config.args)
     marks = ["long"] if is_named or config.getoption("--slow") else ["long", "slow"]
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
+    config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
