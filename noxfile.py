@@ -12,12 +12,13 @@ constraints.txt pins the versions.
 from __future__ import annotations
 
 import configparser
+import contextlib
 import os
 import re
 import shutil
 import zipfile
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -108,8 +109,6 @@ ALL = "all"
 TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
 # Tests of packages wait for processes and deadlines a third of their time, those of integration hardly ever.
 FOUR_AT_ONCE = ["-n", "4", "--dist", "worksteal"]
-# Tests that share a Ray cluster are an xdist group, which one of the processes runs.
-IN_GROUPS = ["-n", "4", "--dist", "loadgroup"]
 # Their slow tests share a result of their process; two processes would compute it twice.
 ONE_AT_A_TIME = ["precision"]
 # torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
@@ -233,10 +232,20 @@ def types(session: nox.Session) -> None:
         finally:
             caches.put(cache)
 
-    with ThreadPoolExecutor(2) as both:
-        runs = [both.submit(check, *given) for given in checks]
-    for run in runs:
+    with two_threads() as both:
+        runs = wait([both.submit(check, *given) for given in checks])
+    for run in runs.done:
         run.result()
+
+
+@contextlib.contextmanager
+def two_threads() -> Iterator[ThreadPoolExecutor]:
+    """Yield an executor that starts nothing else once its context has ended, as at Ctrl-C."""
+    both = ThreadPoolExecutor(2)
+    try:
+        yield both
+    finally:
+        both.shutdown(cancel_futures=True)
 
 
 @nox.session
@@ -245,26 +254,32 @@ def tests(session: nox.Session, package: str) -> None:
     """Test one package in an environment with only its own requirements, or all packages in a common one."""
     if package != ALL:
         with_package(session, package)
-        test_package(session, package)
+        session.run(*tests_of(session, package, 4))
         return
     requirements = {requirement for name in GROUPS if name.startswith("test") for requirement in group(name)}
     install(session, WITH_TORCH_XLA, sorted(requirements), with_extras=["pod", "training"], editable=True)
-    failed = []
-    for each in TESTED:
-        try:
-            test_package(session, each)
-        except nox.command.CommandFailed:
-            failed.append(each)
+    # Two packages at once: each process of pytest imports torch, and one package at a time would need four.
+    with two_threads() as both:
+        commands = {each: tests_of(session, each, 2) for each in sorted(TESTED, key=by_length)}
+        runs = {each: both.submit(session.run, *run, silent=True) for each, run in commands.items()}
+        for run in as_completed(runs.values()):
+            # nox has printed the output of those that failed.
+            session.log(run.exception() or run.result())
+    failed = [each for each, run in runs.items() if run.exception()]
     if failed:
         session.error(f"tests of {', '.join(failed)} failed")
 
 
-def test_package(session: nox.Session, package: str) -> None:
-    """Run the tests of one package, which is installed."""
+def by_length(package: str) -> int:
+    """Return a key that sorts packages: the most tests come first, so that no core is idle at the end."""
+    return -sum(path.read_text().count("\n") for path in ROOT.glob(f"packages/{package}/tests/**/*.py"))
+
+
+def tests_of(session: nox.Session, package: str, processes: int) -> list[str]:
+    """Return the command that runs the tests of a package, so many at a time."""
     # A few tests are done before other processes have started.
-    how = [] if "-k" in session.posargs else at_once(package)
-    directory = f"packages/{package}/tests"
-    session.run("pytest", *how, directory, junit(f"tests-{package}"), *session.posargs)
+    how = [] if "-k" in session.posargs else at_once(package, processes)
+    return ["pytest", *how, f"packages/{package}/tests", junit(f"tests-{package}"), *session.posargs]
 
 
 @nox.session(name="tests-torchtpu")
@@ -296,11 +311,12 @@ def coverage(session: nox.Session, package: str) -> None:
     session.run("coverage", "report", f"--include={directory}/src/*", env=environ)
 
 
-def at_once(package: str) -> list[str]:
+def at_once(package: str, processes: int = 4) -> list[str]:
     """Return pytest's options for how many of a package's tests run at the same time."""
     if package in ONE_AT_A_TIME:
         return []
-    return IN_GROUPS if package == "pod" else FOUR_AT_ONCE
+    # Tests that share a Ray cluster are an xdist group, which one of the processes runs.
+    return ["-n", str(processes), "--dist", "loadgroup" if package == "pod" else "worksteal"]
 
 
 def with_package(session: nox.Session, package: str) -> str:

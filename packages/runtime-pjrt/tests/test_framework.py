@@ -36,7 +36,9 @@ def test_a_plugin_puts_the_bridge_before_the_tpu(environ: dict[str, str], librar
     assert done.stdout.splitlines()[-1:] == [library], done.stderr
 
 
-@pytest.mark.parametrize("use", ["torch_xla.device()", "torch.ones(2, device='xla')"])
+@pytest.mark.parametrize(
+    "use", ["torch_xla.device()", pytest.param("torch.ones(2, device='xla')", marks=pytest.mark.slow)]
+)
 def test_a_program_that_asks_for_a_tpu_ends_at_once_where_none_is(use: str, tmp_path: Path) -> None:
     # torch_xla finds libtpu's package.
     (tmp_path / "libtpu.py").write_text("def get_library_path():\n    return 'must not be opened'\n")
