@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.expansions import inlining, power
+from polyxla_bridge.engine.expansions import arithmetic, inlining
 
 Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
 
@@ -31,7 +31,7 @@ def program(dtype: str, dims: str, exponent: str = "parameter(1)") -> bytes:
 @pytest.mark.parametrize("exponent", [2, 3, -1, 0, 0.5, 2.5, np.inf, np.nan])
 def test_a_power_is_xlas(dtype: str, exponent: float, computed: Computed) -> None:
     data = program(dtype, "3,5")
-    expanded = inlining.replace(data, power.choose)
+    expanded = inlining.replace(data, arithmetic.choose_power)
     assert " conditional(" in HloModule.from_serialized_hlo_module_proto(expanded).to_string()
     numbers = np.random.default_rng(0).standard_normal((3, 5))
     numbers[0] = 0, -0.0, np.inf, -np.inf, np.nan
@@ -45,11 +45,11 @@ def test_a_power_is_xlas(dtype: str, exponent: float, computed: Computed) -> Non
 @pytest.mark.parametrize("exponent", [2, 3])
 def test_squares_and_cubes_are_products(exponent: int, computed: Computed) -> None:
     x = np.random.default_rng(0).standard_normal((64,)).astype(np.float32)
-    expanded = inlining.replace(program("f32", "64"), power.choose)
+    expanded = inlining.replace(program("f32", "64"), arithmetic.choose_power)
     (found,) = computed(expanded, [x, np.asarray(exponent, np.float32)])
     assert found.tobytes() == (x * x if exponent == 2 else x * x * x).tobytes()
 
 
 def test_others_stay() -> None:
     for data in (program("f32", "4", "constant(3)"), program("s32", "4"), program("f32", "0,4")):
-        assert inlining.replace(data, power.choose) is data
+        assert inlining.replace(data, arithmetic.choose_power) is data

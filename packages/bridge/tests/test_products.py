@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.expansions import inlining, product
+from polyxla_bridge.engine.expansions import arithmetic, inlining
 from polyxla_bridge.programs import hlo
 
 Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
@@ -48,10 +48,10 @@ def program(text: str, inner: int, rows: int, columns: int) -> bytes:
 def test_the_library_computes_the_product(
     monkeypatch: pytest.MonkeyPatch, text: str, inner: int, rows: int, columns: int, computed: Computed
 ) -> None:
-    monkeypatch.setattr(product, "LEAST_WORK", 0)
+    monkeypatch.setattr(arithmetic, "LEAST_WORK", 0)
     data = program(text, inner, rows, columns)
-    replaced = inlining.replace(data, product.choose)
-    assert hlo.called_targets(replaced) == {product.TARGET}
+    replaced = inlining.replace(data, arithmetic.choose_product)
+    assert hlo.called_targets(replaced) == {arithmetic.TARGET}
     numbers = np.random.default_rng(0)
     arguments = [numbers.normal(size=dims).astype(np.float32) for _, dims in hlo.parameters(data)]
     exact = np.einsum(EQUATIONS[text], *(array.astype(np.float64) for array in arguments))
@@ -84,9 +84,9 @@ def test_the_library_computes_the_product(
 )
 def test_other_products_are_left_to_xla(text: str | bytes) -> None:
     data = text if isinstance(text, bytes) else hlo_module_from_text(text).as_serialized_hlo_module_proto()
-    assert inlining.replace(data, product.choose) is data
+    assert inlining.replace(data, arithmetic.choose_product) is data
 
 
 def test_a_large_product_is_torchs() -> None:
     data = program(TRANSPOSED, 8192, 128, 512)
-    assert hlo.called_targets(inlining.replace(data, product.choose)) == {product.TARGET}
+    assert hlo.called_targets(inlining.replace(data, arithmetic.choose_product)) == {arithmetic.TARGET}

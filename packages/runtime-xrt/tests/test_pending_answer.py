@@ -6,7 +6,7 @@ import pytest
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_xrt.client.pending_answer import PendingAnswer
+from polyxla_xrt.client.unanswered import PendingAnswer
 from polyxla_xrt.proto import worker_pb2 as pb
 
 

@@ -35,8 +35,8 @@ from polyxla_bridge.programs.executable import ArrayType
 from polyxla_xrt.client import session as client_session
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.engine import RemoteEngine
-from polyxla_xrt.client.executions import MAX_IN_FLIGHT
 from polyxla_xrt.client.lease import REPLACED_S, Lease
+from polyxla_xrt.client.unanswered import MAX_IN_FLIGHT
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.errors import WorkerHeldError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb

@@ -27,7 +27,7 @@ from polyxla import UsageError
 from polyxla.plugin import snapshot
 from polyxla_xrt.client.channel import WorkerChannel, ask
 from polyxla_xrt.client.lease import Lease
-from polyxla_xrt.config import own_token
+from polyxla_xrt.config import credentials
 from polyxla_xrt.env import (
     POLYXLA_XRT_TLS_CA,
     POLYXLA_XRT_TLS_CERT,
@@ -183,7 +183,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
         return hmac_compare(one, other)
 
     hmac_compare = hmac.compare_digest
-    monkeypatch.setattr("polyxla_xrt.server.callers.hmac", SimpleNamespace(compare_digest=compare))
+    monkeypatch.setattr("polyxla_xrt.server.refusals.hmac", SimpleNamespace(compare_digest=compare))
     handler = grpc.unary_unary_rpc_method_handler(lambda *_: None)
     interceptor = TokenInterceptor(TOKEN)
     for given in (f"Bearer {TOKEN}", "Bearer x", "é", ""):
@@ -372,7 +372,7 @@ def test_a_worker_on_loopback_admits_its_own_user_only(own: Own) -> None:
     # Its client does not tell the token to another user who has taken the port.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
-        patch.setattr(own_token, "private_directory", lambda _: file.parent)
+        patch.setattr(credentials, "private_directory", lambda _: file.parent)
         with pytest.raises(UsageError, match=r"listens at .*, and this is user 12345"):
             ask(own.worker.address, "Status", own.user)
     own.worker.process.terminate()

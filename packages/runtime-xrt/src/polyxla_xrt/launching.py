@@ -21,7 +21,7 @@ from polyxla.plugin import (
     with_secret,
 )
 from polyxla_xrt import env
-from polyxla_xrt.config.credential_files import read_token
+from polyxla_xrt.config.credentials import read_token
 from polyxla_xrt.config.variables import find
 from polyxla_xrt.lease_holder import LeaseHolder
 from polyxla_xrt.own_assignment import leased

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from polyxla.plugin import host_chips, private_directory, write_private
 from polyxla_xrt import env
 from polyxla_xrt.config.configuration import Configuration
-from polyxla_xrt.config.own_token import refuse_another_users
+from polyxla_xrt.config.credentials import refuse_another_users
 from polyxla_xrt.errors import WorkerConnectError
 
 START_S = 60.0

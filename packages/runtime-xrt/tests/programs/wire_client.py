@@ -26,8 +26,8 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt import env
 from polyxla_xrt.client.engine import RemoteEngine
-from polyxla_xrt.client.executions import MAX_IN_FLIGHT
 from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.client.unanswered import MAX_IN_FLIGHT
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.resuming import read_resuming
 from polyxla_xrt.errors import WorkerError

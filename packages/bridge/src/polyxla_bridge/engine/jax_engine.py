@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
-from jaxlib import _jax
+from jaxlib import _jax, _profiler  # type: ignore[attr-defined]
 
 from polyxla_bridge.engine import stall_watchdog
 from polyxla_bridge.engine.clients import Clients, numpy_dtype
@@ -28,17 +28,22 @@ from polyxla_bridge.engine.futures import (
     then,
 )
 from polyxla_bridge.engine.local_engine import Execution, LocalEngine, Submit
-from polyxla_bridge.engine.profile import Profile
 from polyxla_bridge.engine.stall_watchdog import OwnProgress
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError, keep_first
 from polyxla_bridge.programs.agreement import Agreement, Program
 from polyxla_bridge.programs.compile_once import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_bridge.programs.xspace_pb2 import XSpace
 from polyxla_bridge.transfers import Transfers
 
 _STAY_POLL_S = 0.1
 """Interval between two checks of which replicas have returned, in seconds."""
+OPERATIONS = "/device:CUSTOM:polyxla"
+"""Name of the plane with the operations of all local devices.
+Source: of the prefixes in tsl/profiler/utils/xplane_schema.cc, the one for devices that XLA does not know."""
+_PLANES = {"/host:CPU": OPERATIONS, "/host:metadata": "/host:metadata"}
+"""The planes to keep, and their new names: the framework has a plane of its own for the host."""
 
 
 class JaxEngine(LocalEngine):
@@ -301,3 +306,21 @@ def _written(host: np.ndarray[Any, Any], into: memoryview) -> memoryview:
     # numpy copies without the GIL; slicing a memoryview would hold it.
     np.frombuffer(into, np.uint8)[:] = np.frombuffer(_bytes(host), np.uint8)
     return into
+
+
+class Profile:
+    """A profile of what jaxlib runs here, from now on. Another profile of jaxlib makes it empty."""
+
+    def __init__(self) -> None:
+        options = _profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        self._session: Any = _profiler.ProfilerSession(options)
+
+    def stop(self) -> bytes:
+        """Stop, and return the operations and the programs as a serialised XSpace."""
+        space = XSpace()
+        space.ParseFromString(self._session.stop())
+        kept = [plane for plane in space.planes if plane.name in _PLANES]
+        for plane in kept:
+            plane.name = _PLANES[plane.name]
+        return XSpace(planes=kept).SerializeToString()

@@ -8,7 +8,7 @@ import torch_xla
 import torch_xla.debug.profiler as xp
 from jax.profiler import ProfileData
 
-from polyxla_bridge.engine.profile import OPERATIONS
+from polyxla_bridge.engine.jax_engine import OPERATIONS
 
 x = torch.ones(64, 64, device="xla")
 torch_xla.sync()

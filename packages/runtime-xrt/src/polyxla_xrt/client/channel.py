@@ -14,8 +14,7 @@ from polyxla import UsageError
 from polyxla.plugin import printable
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, SPEAKS_HTTP2, look, unreachable
-from polyxla_xrt.config.credential_files import read_file, read_token
-from polyxla_xrt.config.own_token import own_token, refuse_another_users
+from polyxla_xrt.config.credentials import own_token, read_file, read_token, refuse_another_users
 from polyxla_xrt.config.variables import find
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb

@@ -25,11 +25,10 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt import env
 from polyxla_xrt.client.channel import WorkerChannel
-from polyxla_xrt.client.executions import Executions
 from polyxla_xrt.client.journal import NO_ARRAYS, Arrays, Command, Journal, Sized
 from polyxla_xrt.client.lease import lost
-from polyxla_xrt.client.pending_answer import PendingAnswer
 from polyxla_xrt.client.probe import RETRY_S
+from polyxla_xrt.client.unanswered import Executions, PendingAnswer
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.resuming import read_resuming
 from polyxla_xrt.errors import WorkerError, WorkerLostError

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from polyxla_bridge.engine.expansions import (
+    arithmetic,
     batch_norm,
     convolution,
     inlining,
     max_pool,
-    power,
-    product,
     sums,
     tpu,
 )
@@ -37,10 +36,10 @@ def expanded(
         # XLA's partitioner divides the instruction for the gradient of max-pooling, and that of a power.
         choices.append(batch_norm.choose)
     else:
-        choices += [power.choose, partial(max_pool.choose, calls_library=calls_library)]
+        choices += [arithmetic.choose_power, partial(max_pool.choose, calls_library=calls_library)]
         choices += [batch_norm.choose_in_library] if calls_library else []
         choices.append(batch_norm.choose_exact)
-    choices += [convolution.choose, product.choose] if calls_torch else []
+    choices += [convolution.choose, arithmetic.choose_product] if calls_torch else []
     return inlining.replace(module, *choices)
 
 

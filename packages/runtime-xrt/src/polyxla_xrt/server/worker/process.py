@@ -25,7 +25,7 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_decoding
 from polyxla_xrt.protocol.channels import server_options
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE
-from polyxla_xrt.server.malformed_requests import MalformedRequests
+from polyxla_xrt.server.refusals import MalformedRequests
 from polyxla_xrt.server.worker.keeping import Keeper
 from polyxla_xrt.server.worker.leases import MAX_WAITING
 from polyxla_xrt.server.worker.platforms.cpu import CpuEngines

@@ -14,9 +14,8 @@ import grpc
 from polyxla import UsageError
 from polyxla.plugin import WHERE_PRIVATE
 from polyxla_xrt import env
-from polyxla_xrt.config.credential_files import read_file, read_token
-from polyxla_xrt.config.own_token import loopback_addresses
-from polyxla_xrt.server.callers import is_right, problem
+from polyxla_xrt.config.credentials import loopback_addresses, read_file, read_token
+from polyxla_xrt.server.refusals import is_right, problem
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from polyxla import UsageError
 from polyxla.plugin import update_environ
 from polyxla_xrt.config.addresses import join_address
-from polyxla_xrt.config.own_token import published
+from polyxla_xrt.config.credentials import published
 from polyxla_xrt.env import TF_CPP_MIN_LOG_LEVEL
 from polyxla_xrt.server.worker import glibc_memory, process
 from polyxla_xrt.server.worker.keeping import Keeper, Kept, KeptFile

@@ -29,7 +29,7 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.channels import server_options
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL
-from polyxla_xrt.server.malformed_requests import MalformedRequests
+from polyxla_xrt.server.refusals import MalformedRequests
 from polyxla_xrt.server.worker.platforms.library import SliceMembers
 from polyxla_xrt.server.worker.security import Security
 

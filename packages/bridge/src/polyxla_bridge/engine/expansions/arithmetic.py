@@ -1,6 +1,10 @@
-"""Products of matrices as calls of the C library, which has torch's. Importing this module imports jax.
+"""Powers and products that XLA:CPU computes slowly. Importing this module imports jax.
 
-XLA:CPU is as fast as torch, unless it must transpose the left matrix, as for the gradient of a weight.
+TorchTPU passes the exponent of ``x ** 3`` to a program, unless it compiles a whole model. XLA does not know
+it, and calls ``powf`` for each number: a quarter of a step of a transformer block. torch multiplies.
+
+XLA's product of matrices is as fast as torch's, unless it must transpose the left matrix, as for the gradient
+of a weight: then the C library calls torch's.
 """
 
 from __future__ import annotations
@@ -20,6 +24,33 @@ TARGET = "polyxla_product"
 LEAST_WORK = 1 << 24
 """Multiplications below which XLA's product is as fast. Measured on 2 cores: with more, torch needs half to
 nine tenths of the time."""
+
+
+def choose_power(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
+    """Return the function for a power whose one exponent is an argument; None for any other instruction."""
+    if instruction.opcode != "power":
+        return None
+    exponents = program.instructions[instruction.operand_ids[1]]
+    dtype, dims = hlo.array_type(instruction.shape)
+    if exponents.opcode != "broadcast" or 0 in dims or dtype not in (*hlo.NARROW, "float32", "float64"):
+        return None
+    exponent = program.instructions[exponents.operand_ids[0]]
+    is_argument = exponent.opcode != "constant" and not exponent.shape.dimensions
+    return _power if is_argument else None
+
+
+def _power(numbers: jax.Array, exponents: jax.Array) -> jax.Array:
+    exponent = lax.slice(exponents, (0,) * exponents.ndim, (1,) * exponents.ndim).reshape(())
+    which = (exponent == 2).astype(numpy.int32) + 2 * (exponent == 3).astype(numpy.int32)
+    # XLA computes a power of narrow numbers in float32, too.
+    wide = numbers.astype(numpy.float32) if numbers.dtype.name in hlo.NARROW else numbers
+    ways = (
+        lambda wide, exponent: lax.pow(wide, lax.full_like(wide, exponent)),
+        lambda wide, _: wide * wide,
+        lambda wide, _: wide * wide * wide,
+    )
+    power: jax.Array = lax.switch(which, ways, wide, exponent.astype(wide.dtype))
+    return power.astype(numbers.dtype)
 
 
 @dataclass(frozen=True)
@@ -45,7 +76,7 @@ class _Product:
         return product.reshape(*rows, *columns)
 
 
-def choose(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
+def choose_product(instruction: Instruction, program: inlining.Program) -> inlining.Function | None:
     """Return torch's function for a product; None for another instruction, or if XLA's is as fast."""
     if instruction.opcode != "dot":
         return None

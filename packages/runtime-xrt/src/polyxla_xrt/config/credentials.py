@@ -1,6 +1,7 @@
-"""The token that a worker on loopback makes for itself if its user has given it none.
+"""Files that hold tokens and certificates: those that a setting names, and the token that a worker makes.
 
-The worker writes it to the user's private directory, under its address, where the user's clients find it.
+A worker on loopback whose user has given it no token makes one. It writes it to the user's private directory,
+under its address, where the user's clients find it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,58 @@ import contextlib
 import ipaddress
 import os
 import socket
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from polyxla import UsageError
-from polyxla.plugin import private_directory, write_private
+from polyxla.plugin import private_directory, say_once, write_private
 
+MIN_TOKEN_CHARS = 16
+"""Minimum length of a token: shorter ones can be guessed."""
 _LISTENS = "0A"
 """The state of a listening socket. Source: ``TCP_LISTEN`` in Linux's include/net/tcp_states.h."""
+
+
+def read_file(path: Path, where: str) -> bytes:
+    """Read a file that a setting names.
+
+    Args:
+        path: the file.
+        where: the setting, as an error names it.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}", where=where, fix="Name a file that exists."
+        ) from None
+
+
+def read_token(path: Path, where: str) -> str:
+    """Read a token from its file, without surrounding whitespace such as the final newline.
+
+    Args:
+        path: the file.
+        where: the setting that names it, for errors.
+
+    Raises:
+        UsageError: the file cannot be read, or holds no valid token.
+    """
+    token = read_file(path, where).decode(errors="replace").strip()
+    if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        say_once(f"other users of this machine can read the token in {path}: chmod 600 {path}")
+    # Headers of HTTP/2 carry the token, and gRPC takes only printable ASCII there.
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable():
+        raise UsageError(
+            f"{path} does not hold a token of at least {MIN_TOKEN_CHARS} printable ASCII characters",
+            where=where,
+            fix="Make one with: python -c 'import secrets; print(secrets.token_hex(32))'",
+        )
+    return token
 
 
 @contextlib.contextmanager
