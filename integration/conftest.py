@@ -61,8 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         # TorchTPU opens this library as soon as a test module imports torch.
         os.environ["TPU_LIBRARY_PATH"] = str(polyxla_bridge.LIBRARY)
-        # Workers of pytest-xdist inherit the controller's.
-        os.environ.setdefault(CALLS, tempfile.mkdtemp(prefix="polyxla-calls-"))
+        if CALLS not in os.environ:
+            # Workers of pytest-xdist inherit the controller's.
+            os.environ[CALLS] = tempfile.mkdtemp(prefix="polyxla-calls-")
+            config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(CALLS)))
         # TorchTPU reads this attribute of each tensor whose value it reads.
         leaf = "The .grad attribute of a Tensor that is not a leaf"
         config.addinivalue_line("filterwarnings", f"ignore:{leaf}:UserWarning")
