@@ -12,7 +12,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark, and hypothesis' settings where it is installed."""
+    """Register the mark, and hypothesis' settings where it is installed; refuse to test all at once."""
+    if config.args == [str(config.rootpath)]:
+        raise pytest.UsageError(
+            "pytest tests one package at a time, such as `pytest packages/core/tests`; `nox` tests them all"
+        )
     config.addinivalue_line("markers", "slow: takes over 5 s; runs with --slow, with --long, or if named")
     config.addinivalue_line(
         "markers", "long: another case of something that is tested anyway; runs with --long only"
