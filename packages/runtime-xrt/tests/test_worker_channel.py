@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import pytest
 
+from polyxla_xrt.client import channel as channel_module
 from polyxla_xrt.client.channel import WorkerChannel
+from polyxla_xrt.errors import WorkerConnectError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL
+
+
+@contextmanager
+def channel_to(worker: worker_pb2_grpc.WorkerServicer) -> Iterator[WorkerChannel]:
+    """A channel to a server with the calls of `worker`."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    channel = WorkerChannel(f"127.0.0.1:{port}", {})
+    try:
+        yield channel
+    finally:
+        channel.close()
+        server.stop(None).wait(10)
 
 
 class ReplacedWorker(worker_pb2_grpc.WorkerServicer):
@@ -27,13 +48,24 @@ class ReplacedWorker(worker_pb2_grpc.WorkerServicer):
 
 
 def test_a_call_that_the_workers_old_process_cannot_answer_is_repeated() -> None:
-    server = grpc.server(ThreadPoolExecutor(1))
-    worker_pb2_grpc.add_WorkerServicer_to_server(ReplacedWorker(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    channel = WorkerChannel(f"127.0.0.1:{port}", {})
-    try:
+    with channel_to(ReplacedWorker()) as channel:
         assert channel.status().jobs_served == 2
-    finally:
-        channel.close()
-        server.stop(None).wait(10)
+
+
+class BusyWorker(worker_pb2_grpc.WorkerServicer):
+    """A worker whose process imports what it needs, on a busy host, and so answers late."""
+
+    def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
+        time.sleep(1)
+        return pb.StatusReply(protocol=PROTOCOL, jobs_served=7)
+
+
+def test_a_worker_that_is_alive_may_answer_late() -> None:
+    with channel_to(BusyWorker()) as channel:
+        assert channel.status(timeout_s=0.2).jobs_served == 7
+
+
+def test_a_server_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "BUSY_S", 0.5)
+    with channel_to(BusyWorker()) as channel, pytest.raises(WorkerConnectError, match="did not admit"):
+        channel.status(timeout_s=0.2)

@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from polyxla import UsageError
 from polyxla.plugin import printable
 from polyxla_xrt import env
-from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, SPEAKS_HTTP2, look, unreachable
+from polyxla_xrt.client.probe import ANSWER_S, BUSY_S, RETRY_S, SPEAKS_HTTP2, look, unreachable
 from polyxla_xrt.config.credentials import own_token, read_file, read_token, refuse_another_users
 from polyxla_xrt.config.variables import find
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
@@ -113,13 +113,14 @@ class WorkerChannel:
 
         Args:
             call: ``Drain`` also drains the worker.
-            timeout_s: longest wait, in seconds.
+            timeout_s: longest wait, in seconds; `BUSY_S` for a server that is alive and does not answer yet.
 
         Raises:
             WorkerError: nothing answers in time, the server is not a worker, or it refuses this client.
         """
         request = pb.StatusRequest() if call == "Status" else pb.DrainRequest()
         deadline = time.monotonic() + timeout_s
+        last = max(deadline, time.monotonic() + BUSY_S)
         while True:
             # gRPC fails a call at once if its deadline has passed.
             left = max(0.1, deadline - time.monotonic())
@@ -128,6 +129,10 @@ class WorkerChannel:
             except grpc.RpcError as error:
                 if error.code() in _REPLACED and time.monotonic() + RETRY_S < deadline:
                     time.sleep(RETRY_S)
+                    continue
+                is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and deadline < last
+                if is_late and look(self._moved or self.address) == SPEAKS_HTTP2:
+                    deadline = last
                     continue
                 raise self.explain(error) from None
             # The worker would refuse a lease for the same reason; here the error can name both versions.
