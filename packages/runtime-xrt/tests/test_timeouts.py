@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from polyxla import UsageError
-from polyxla_xrt.config.variables import job_wait_s, mesh_connect_wait_s, stall_timeout_s
+from polyxla_xrt.config.timeouts import job_wait_s, mesh_connect_wait_s, stall_timeout_s
 
 Read = Callable[[Mapping[str, str]], float]
 

@@ -21,7 +21,8 @@ from polyxla.plugin import LOCALHOST, POLYXLA_SECRET, derived, is_stopped, say, 
 from polyxla_xrt import env
 from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.config.resuming import read_resuming, refuse_resuming
-from polyxla_xrt.config.variables import Variable, job_wait_s, stall_timeout_s
+from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
+from polyxla_xrt.config.variables import Variable
 from polyxla_xrt.config.workers import Worker, read_workers, write_workers
 from polyxla_xrt.errors import WorkerLostError
 from polyxla_xrt.plan import NodePlan

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from polyxla.plugin import say
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.resuming import read_resuming, refuse_resuming
-from polyxla_xrt.config.variables import job_wait_s, stall_timeout_s
+from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
 from polyxla_xrt.local_service import ensure_service
 from polyxla_xrt.plan import NodePlan
 

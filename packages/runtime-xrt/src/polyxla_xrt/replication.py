@@ -24,7 +24,7 @@ from polyxla.plugin import (
 from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
 from polyxla_xrt import env, node
 from polyxla_xrt.client.mesh import MeshClient
-from polyxla_xrt.config.variables import stall_timeout_s
+from polyxla_xrt.config.timeouts import stall_timeout_s
 from polyxla_xrt.errors import MissingError, ParticipantLostError
 from polyxla_xrt.plan import NodePlace
 

@@ -16,7 +16,7 @@ from polyxla.plugin import POLYXLA_SECRET, printable, sealed, unsealed
 from polyxla_xrt import env
 from polyxla_xrt.client.attendance import Attendance, attend
 from polyxla_xrt.client.probe import ANSWER_S, look, proxies
-from polyxla_xrt.config.variables import LONGEST_WAIT_S
+from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.errors import (
     MeshConnectError,
     MeshError,

@@ -13,14 +13,8 @@ from polyxla import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.config.addresses import GRPC, join_address, read_address
 from polyxla_xrt.config.device_map import DeviceKind, read_map
-from polyxla_xrt.config.variables import (
-    MESH_CONNECT_WAIT_S,
-    Variable,
-    find,
-    mesh_connect_wait_s,
-    read_count,
-    read_flag,
-)
+from polyxla_xrt.config.timeouts import MESH_CONNECT_WAIT_S, mesh_connect_wait_s
+from polyxla_xrt.config.variables import Variable, find, read_count, read_flag
 from polyxla_xrt.config.workers import Worker, WorkerId, read_worker_id, read_workers
 
 DEFAULT_CORES = 8

@@ -9,7 +9,8 @@ from polyxla import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.config.addresses import join_address, read_address
 from polyxla_xrt.config.configuration import Configuration
-from polyxla_xrt.config.variables import find, read_count, read_seconds
+from polyxla_xrt.config.timeouts import read_seconds
+from polyxla_xrt.config.variables import find, read_count
 
 SNAPSHOT_EVERY = 100
 """Default of `POLYXLA_XRT_SNAPSHOT_EVERY`."""

@@ -18,7 +18,7 @@ from polyxla import UsageError
 from polyxla.plugin import SEAL_CHARS
 from polyxla_xrt import env
 from polyxla_xrt.config.addresses import join_address
-from polyxla_xrt.config.variables import LONGEST_WAIT_S
+from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
 from polyxla_xrt.protocol.channels import chunks, server_options

@@ -21,7 +21,7 @@ from polyxla.plugin import LOCALHOST
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_xrt.config.addresses import join_address
-from polyxla_xrt.config.variables import LONGEST_WAIT_S
+from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.bulk_decoding import Decoded
