@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import json
@@ -64,7 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if CALLS not in os.environ:
             # Workers of pytest-xdist inherit the controller's.
             os.environ[CALLS] = tempfile.mkdtemp(prefix="polyxla-calls-")
-            config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(CALLS)))
+            # Exit functions run in reverse order, and those of TorchTPU still write there.
+            atexit.register(shutil.rmtree, os.environ[CALLS])
         # TorchTPU reads this attribute of each tensor whose value it reads.
         leaf = "The .grad attribute of a Tensor that is not a leaf"
         config.addinivalue_line("filterwarnings", f"ignore:{leaf}:UserWarning")

@@ -223,6 +223,27 @@ def test_sums_of_narrow_numbers_are_rounded_once(dtype: torch.dtype) -> None:
     assert_rounded_once("pjrt", dtype)
 
 
+def gradients_of_lstm(replica: Replica | None) -> list[torch.Tensor]:
+    """Return gradients of a layer of many steps, computed by a replica or here."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer, sentence = torch.nn.LSTM(8, 8), torch.rand(24, 4, 8)
+    if replica:
+        layer, sentence = layer.to(replica.device), replica.to_device(sentence)
+    layer(sentence)[0].pow(2).sum().backward()
+    return [parameter.grad.cpu() for parameter in layer.parameters() if parameter.grad is not None]
+
+
+def assert_lstm_is_right(runtime: str) -> None:
+    """Assert that replicas compute `gradients_of_lstm` as the CPU does."""
+    for found in polyxla.launch(gradients_of_lstm, devices=2, runtime=runtime):
+        torch.testing.assert_close(found, gradients_of_lstm(None), rtol=1e-4, atol=1e-5)
+
+
+def test_an_lstm_of_many_steps_has_the_gradients_of_the_cpu() -> None:
+    assert_lstm_is_right("pjrt")
+
+
 def test_interpolate_takes_its_scale_from_the_sizes() -> None:
     x = VALUES.reshape(1, 1, 2, 3)
     expected, given = (

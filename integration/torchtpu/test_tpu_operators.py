@@ -19,6 +19,7 @@ from test_operators import (  # noqa: E402
     EMULATED,
     OPERATORS,
     TOLERANCE,
+    assert_lstm_is_right,
     assert_rounded_once,
     compared,
     run,
@@ -81,6 +82,10 @@ def test_layer_norm_is_wrong_where_the_mean_is_large() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_of_narrow_numbers_are_rounded_once(dtype: torch.dtype) -> None:
     assert_rounded_once("torchtpu", dtype)
+
+
+def test_an_lstm_of_many_steps_has_the_gradients_of_the_cpu() -> None:
+    assert_lstm_is_right("torchtpu")
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -12,7 +13,7 @@ from jaxlib.mlir.dialects import stablehlo as current
 
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import compile_request, hlo, rewrite
-from polyxla_bridge.programs.hlo_pb2 import OpMetadata
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto, HloModuleProto, OpMetadata
 
 ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
 
@@ -250,6 +251,15 @@ def test_the_stack_of_an_instruction_begins_with_its_innermost_frame() -> None:
     assert hlo.stacks(data.SerializeToString()) == {}
     instruction.metadata = OpMetadata(stack_frame_id=2).SerializeToString()
     assert hlo.stacks(data.SerializeToString()) == {instruction.name: [("linear.py", 7), ("train.py", 33)]}
+
+
+def test_unused_ids_differ_from_all_in_the_half_that_xla_reads() -> None:
+    whole = HloModuleProto()
+    for number, ids in enumerate(([1, 2, 9], [1, 5])):
+        instructions = [HloInstructionProto(id=(number << 32) + id_) for id_ in ids]
+        whole.computations.add(id=number, instructions=instructions)
+    assert list(itertools.islice(hlo.unused_ids(whole), 2)) == [10, 11]
+    assert next(hlo.unused_ids(HloModuleProto())) == 1
 
 
 def test_the_total_size_is_that_of_all_results() -> None:

@@ -53,3 +53,24 @@ def test_squares_and_cubes_are_products(exponent: int, computed: Computed) -> No
 def test_others_stay() -> None:
     for data in (program("f32", "4", "constant(3)"), program("s32", "4"), program("f32", "0,4")):
         assert inlining.replace(data, arithmetic.choose_power) is data
+
+
+def test_a_power_in_a_loop_of_more_instructions_than_the_program_is_replaced_too(computed: Computed) -> None:
+    """Ids are unique in a computation only: new ones had numbers of others in the loop."""
+    state, lines = "(f32[4], s32[], f32[])", [f"x{n + 1} = f32[4] negate(x{n})" for n in range(60)]
+    text = f"""HloModule loop
+    body {{ state = {state} parameter(0) x0 = f32[4] get-tuple-element(state), index=0
+      step = s32[] get-tuple-element(state), index=1 y = f32[] get-tuple-element(state), index=2
+      {" ".join(lines)} ys = f32[4] broadcast(y), dimensions={{}} p = f32[4] power(x60, ys)
+      one = s32[] constant(1) next = s32[] add(step, one) ROOT r = {state} tuple(p, next, y) }}
+    condition {{ state = {state} parameter(0) step = s32[] get-tuple-element(state), index=1
+      two = s32[] constant(2) ROOT less = pred[] compare(step, two), direction=LT }}
+    ENTRY main {{ x = f32[4] parameter(0) y = f32[] parameter(1) zero = s32[] constant(0)
+      begin = {state} tuple(x, zero, y) end = {state} while(begin), condition=condition, body=body
+      ROOT r = f32[4] get-tuple-element(end), index=0 }}"""
+    expanded = inlining.replace(
+        hlo_module_from_text(text).as_serialized_hlo_module_proto(), arithmetic.choose_power
+    )
+    x = np.array([1, 2, -3, 0.5], np.float32)
+    (found,) = computed(expanded, [x, np.asarray(2, np.float32)])
+    assert found.tolist() == (x**4).tolist()

@@ -141,8 +141,8 @@ def _ending(module: bytes) -> bytes:
     """Return a program that calls a function that nobody has."""
     parsed = hlo.parse_module(module)
     entry = hlo.entry_of(parsed)
-    number = 1 + max(each.id for computation in parsed.computations for each in computation.instructions)
-    call = entry.instructions.add(name="end", opcode="custom-call", id=number, custom_call_target=_NOBODYS)
+    call = entry.instructions.add(name="end", opcode="custom-call", custom_call_target=_NOBODYS)
+    call.id = next(hlo.unused_ids(parsed))
     call.shape.element_type = hlo.F32
     call.custom_call_has_side_effect = True
     call.custom_call_api_version = 1

@@ -417,6 +417,15 @@ def instructions(hlo: bytes) -> Iterator[HloInstructionProto]:
     return _of(parse_module(hlo))
 
 
+def unused_ids(module: HloModuleProto) -> Iterator[int]:
+    """Yield ids that no instruction of a module has.
+
+    The upper half of an id may be that of its computation. XLA reads only the lower half, and refuses a
+    computation in which two instructions have the same.
+    """
+    return itertools.count(1 + max((each.id % 2**32 for each in _of(module)), default=0))
+
+
 def _of(module: HloModuleProto) -> Iterator[HloInstructionProto]:
     for computation in module.computations:
         yield from computation.instructions

@@ -168,7 +168,7 @@ def rewritten(module: bytes, parsed: Module, rewrite_of: Callable[[Instruction],
     if not any(map(rewrite_of, every)):
         return module
     shapes = {instruction.id: instruction.shape for instruction in every}
-    numbers = _FreshNumbers(every)
+    numbers = _FreshNumbers(parsed)
     for computation in parsed.computations:
         instructions = list(computation.instructions)
         del computation.instructions[:]
@@ -312,16 +312,14 @@ class _Division:
 
 
 class _FreshNumbers:
-    """Ids and channels that no instruction of the module has.
+    """Ids and channels that no instruction of the module has."""
 
-    Args:
-        every: the module's instructions.
-    """
-
-    def __init__(self, every: Sequence[Instruction]) -> None:
-        self.channels = itertools.count(max(instruction.channel_id for instruction in every) + 1)
-        # The upper half of an id may be the id of its computation, so only the lower half is counted.
-        self.lower = itertools.count(max(instruction.id % 2**32 for instruction in every) + 1)
+    def __init__(self, module: Module) -> None:
+        channels = (
+            each.channel_id for computation in module.computations for each in computation.instructions
+        )
+        self.channels = itertools.count(max(channels) + 1)
+        self.ids = hlo.unused_ids(module)
 
 
 class Replacement:
@@ -378,12 +376,10 @@ class Replacement:
         instruction.channel_id = next(self._numbers.channels)
 
     def _append(self, made: Instruction, suffix: str, shape: Shape, operands: Sequence[int]) -> Instruction:
-        # The upper half of the id, which may be the computation's, stays.
-        lower = next(self._numbers.lower)
-        made.name, made.id = (
-            f"{self.original.name}.{suffix}.{lower}",
-            self.original.id // 2**32 * 2**32 + lower,
-        )
+        lower = next(self._numbers.ids)
+        # The upper half, which may be the computation's, stays.
+        made.id = self.original.id // 2**32 * 2**32 + lower
+        made.name = f"{self.original.name}.{suffix}.{lower}"
         made.shape.CopyFrom(shape)
         made.operand_ids[:] = operands
         self.instructions.append(made)

@@ -13,7 +13,7 @@ from polyxla_bridge.engine.expansions import (
     sums,
     tpu,
 )
-from polyxla_bridge.programs import hlo, kernels, rewrite
+from polyxla_bridge.programs import fusion, hlo, kernels, rewrite
 
 
 def expanded(
@@ -40,7 +40,8 @@ def expanded(
         choices += [batch_norm.choose_in_library] if calls_library else []
         choices.append(batch_norm.choose_exact)
     choices += [convolution.choose, arithmetic.choose_product] if calls_torch else []
-    return inlining.replace(module, *choices)
+    simple = inlining.replace(module, *choices)
+    return simple if is_partitioned else fusion.bounded(simple)
 
 
 def rewritten(

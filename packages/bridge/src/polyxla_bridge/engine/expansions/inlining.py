@@ -130,8 +130,7 @@ class _Imported:
 
     def __init__(self, into: Module) -> None:
         self._into = into
-        every = [instruction for computation in into.computations for instruction in computation.instructions]
-        self._numbers = itertools.count(max(instruction.id for instruction in every) + 1)
+        self._numbers = hlo.unused_ids(into)
         self._computation_numbers = itertools.count(
             max(computation.id for computation in into.computations) + 1
         )

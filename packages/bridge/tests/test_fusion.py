@@ -1,0 +1,80 @@
+"""Chains of cheap instructions with a user at each step, as in the gradient of an LSTM's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla_bridge.engine.engine import Engine
+from polyxla_bridge.engine.jax_engine import JaxEngine
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.programs import fusion, hlo
+from polyxla_testing.engine_conformance import OPTIONS
+
+Computed = Callable[[bytes, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
+
+
+def chain(steps: int, shape: str = "f32[4,4]") -> bytes:
+    """Return a program of steps x = x * a + b, each of which adds a product of tanh(x) to the result."""
+    lines = [f"x0 = {shape} parameter(0)", f"a = {shape} parameter(1)", f"b = {shape} parameter(2)"]
+    lines.append(f"r0 = {shape} copy(b)")
+    product = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    for step in range(steps):
+        following = step + 1
+        lines += [
+            f"m{following} = {shape} multiply(x{step}, a)",
+            f"x{following} = {shape} add(m{following}, b)",
+            f"h{following} = {shape} tanh(x{following})",
+            f"d{following} = {shape} dot(h{following}, a), {product}",
+            f"r{following} = {shape} add(r{step}, d{following})",
+        ]
+    lines.append(f"ROOT both = ({shape}, {shape}) tuple(r{steps}, x{steps})")
+    text = "HloModule chain\nENTRY main {\n" + "\n".join(lines) + "\n}"
+    data: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    return data
+
+
+@pytest.fixture(params=["jaxlib", "plugin"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Each of the two engines."""
+    if request.param == "plugin":
+        yield request.getfixturevalue("open_on_plugin")(1)
+        return
+    with closing(JaxEngine(BridgeSettings())) as engine:
+        yield engine
+
+
+def test_the_code_grows_with_the_number_of_steps_not_with_its_square(engine: Engine) -> None:
+    code = [
+        sum(1 for _ in hlo.instructions(engine.compile(chain(steps), OPTIONS).optimized_hlo))
+        for steps in (40, 80)
+    ]
+    # XLA alone would make nearly four times as many.
+    assert code[1] < 2.5 * code[0], code
+
+
+def test_the_result_is_the_same(computed: Computed) -> None:
+    data, numbers = chain(100), np.random.default_rng(0)
+    arguments = [numbers.uniform(-0.9, 0.9, (4, 4)).astype(np.float32) for _ in range(3)]
+    bounded = fusion.bounded(data)
+    assert sum(each.opcode == "call" for each in hlo.instructions(bounded)) > 1
+    for found, expected in zip(computed(bounded, arguments), computed(data, arguments), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 30])
+def test_a_short_chain_stays(steps: int) -> None:
+    data = chain(steps)
+    assert fusion.bounded(data) is data
+
+
+def test_what_is_used_once_stays() -> None:
+    lines = [f"x{step + 1} = f32[4] negate(x{step})" for step in range(200)]
+    text = "HloModule line\nENTRY main {\nx0 = f32[4] parameter(0)\n" + "\n".join(lines)
+    data = hlo_module_from_text(text + "\nROOT r = f32[4] abs(x200)\n}").as_serialized_hlo_module_proto()
+    assert fusion.bounded(data) is data
