@@ -700,6 +700,23 @@ class TestTheRealCommand:
         done = _polyxla("hello")
         assert (done.returncode, done.stdout, done.stderr) == (0, "hello from a plugin\n", "")
 
+    # Plugins are asked in an order that depends on their names.
+    @pytest.mark.parametrize("name", ["a-broken", "z-broken"])
+    def test_a_plugin_whose_commands_cannot_be_loaded_hides_no_others(
+        self, install_plugin: PluginInstaller, name: str
+    ) -> None:
+        install_plugin.listener("hello", (PROGRAMS / "hello_plugin.py").read_text())
+        install_plugin.listener(
+            name,
+            "import polyxla\n@polyxla.hookimpl\ndef polyxla_add_commands(app): import no_such_module\n",
+        )
+        done = _polyxla("hello")
+        assert (done.returncode, done.stdout) == (0, "hello from a plugin\n")
+        assert done.stderr == (
+            f"polyxla: the commands of plugin '{name}' are left out: "
+            "ModuleNotFoundError: No module named 'no_such_module'\n"
+        )
+
     def test_the_version_is_printed(self) -> None:
         done = _polyxla("--version")
         assert (done.returncode, done.stdout) == (0, f"polyxla {polyxla.__version__}\n")

@@ -105,13 +105,17 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         # Runtimes that are not chosen may add commands as well, so everything is loaded.
-        load_everything().hook.polyxla_add_commands(app=app)
+        plugins = load_everything().hook.polyxla_add_commands.get_hookimpls()
     except PolyxlaError as error:
+        plugins = []
         say(f"the commands of plugins are left out: {error}")
-    except Exception as error:
-        # A third-party plugin may raise anything. `polyxla runtimes` must still run: it reports what is
-        # wrong.
-        say(f"the commands of some plugins are left out: {type(error).__name__}: {error}")
+    for plugin in reversed(plugins):
+        try:
+            plugin.function(app=app)
+        except Exception as error:
+            # A plugin may raise anything. The commands of the others must still run: `polyxla doctor` and
+            # `polyxla runtimes` report what is wrong.
+            say(f"the commands of {plugin.plugin_name} are left out: {type(error).__name__}: {error}")
     app()
 
 
