@@ -59,10 +59,10 @@ def test_the_code_grows_with_the_number_of_steps_not_with_its_square(engine: Eng
 
 
 def test_the_result_is_the_same(computed: Computed) -> None:
-    data, numbers = chain(100), np.random.default_rng(0)
+    data, numbers = chain(40), np.random.default_rng(0)
     arguments = [numbers.uniform(-0.9, 0.9, (4, 4)).astype(np.float32) for _ in range(3)]
     bounded = fusion.bounded(data)
-    assert sum(each.opcode == "call" for each in hlo.instructions(bounded)) > 1
+    assert any(each.opcode == "call" for each in hlo.instructions(bounded))
     for found, expected in zip(computed(bounded, arguments), computed(data, arguments), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -74,7 +74,7 @@ def test_a_short_chain_stays(steps: int) -> None:
 
 
 def test_what_is_used_once_stays() -> None:
-    lines = [f"x{step + 1} = f32[4] negate(x{step})" for step in range(200)]
+    lines = [f"x{step + 1} = f32[4] negate(x{step})" for step in range(20_000)]
     text = "HloModule line\nENTRY main {\nx0 = f32[4] parameter(0)\n" + "\n".join(lines)
-    data = hlo_module_from_text(text + "\nROOT r = f32[4] abs(x200)\n}").as_serialized_hlo_module_proto()
+    data = hlo_module_from_text(text + "\nROOT r = f32[4] abs(x20000)\n}").as_serialized_hlo_module_proto()
     assert fusion.bounded(data) is data

@@ -116,9 +116,9 @@ def _bound(computation: Computation, calls: _Calls) -> None:
         placed.append(instruction)
         if instruction.opcode not in _FUSED:
             continue
-        loop = frozenset([instruction.id]).union(
-            *(loops.get(number, ()) for number in instruction.operand_ids)
-        )
+        whole = {instruction.id}.union(*(loops.get(number, ()) for number in instruction.operand_ids))
+        # More would make no difference, and those of a long line would fill the memory.
+        loop = frozenset(itertools.islice(whole, LIMIT))
         if users[instruction.id] < 2:
             loops[instruction.id] = loop
         elif instruction.opcode not in _COMPUTED_ONCE:
