@@ -450,7 +450,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
     from polyxla_training.observe import step_counters
     from polyxla_training.observe.own_loop import step_watch, trained
     from polyxla_xrt import local_service
-    from polyxla_xrt.client import unanswered
+    from polyxla_xrt.client import probe, unanswered
     from polyxla_xrt.config import configuration, credentials, timeouts
     from polyxla_xrt.protocol import worker
 
@@ -510,6 +510,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"is the number of cores of each worker, {configuration.DEFAULT_CORES} by default",
             f"up to {words[timeouts.LONGEST_WAIT_S / (7 * 24 * 3600)]} week, in order of arrival",
             f"receives nothing from the other for {worker.SILENCE_S} s",
+            f"so busy that it does not answer | after {probe.BUSY_S:g} s",
             f"packets are held up for less than {worker.SILENCE_S - worker.PING_S} s",
             f"The token has at least {credentials.MIN_TOKEN_CHARS} characters",
         ],
