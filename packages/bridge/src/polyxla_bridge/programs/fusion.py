@@ -56,10 +56,7 @@ def bounded(module: bytes) -> bytes:
             _bound(computation, calls)
     if not calls.called:
         return module
-    before = list(parsed.computations)
-    del parsed.computations[:]
-    # The entry stays the last computation.
-    parsed.computations.extend([*calls.called.values(), *before])
+    hlo.add_called(parsed, calls.called.values())
     return parsed.SerializeToString()
 
 
@@ -75,7 +72,7 @@ class _Calls:
 
     def __init__(self, module: Module) -> None:
         self._numbers = hlo.unused_ids(module)
-        self._computation_numbers = itertools.count(max(each.id for each in module.computations) + 1)
+        self._computation_numbers = hlo.unused_computation_ids(module)
         self.called: dict[bytes, Computation] = {}
 
     def of(self, operand: Instruction) -> Instruction:

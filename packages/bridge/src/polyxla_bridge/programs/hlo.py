@@ -426,6 +426,18 @@ def unused_ids(module: HloModuleProto) -> Iterator[int]:
     return itertools.count(1 + max((each.id % 2**32 for each in _of(module)), default=0))
 
 
+def unused_computation_ids(module: HloModuleProto) -> Iterator[int]:
+    """Yield ids that no computation of a module has."""
+    return itertools.count(1 + max(computation.id for computation in module.computations))
+
+
+def add_called(module: HloModuleProto, called: Iterable[HloComputationProto]) -> None:
+    """Add computations that those of a module call; the entry stays the last."""
+    before = list(module.computations)
+    del module.computations[:]
+    module.computations.extend([*called, *before])
+
+
 def _of(module: HloModuleProto) -> Iterator[HloInstructionProto]:
     for computation in module.computations:
         yield from computation.instructions

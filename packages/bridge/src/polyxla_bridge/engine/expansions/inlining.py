@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,9 +130,7 @@ class _Imported:
     def __init__(self, into: Module) -> None:
         self._into = into
         self._numbers = hlo.unused_ids(into)
-        self._computation_numbers = itertools.count(
-            max(computation.id for computation in into.computations) + 1
-        )
+        self._computation_numbers = hlo.unused_computation_ids(into)
         self._called: list[Computation] = []
 
     def fitting(
@@ -200,10 +197,8 @@ class _Imported:
         return body
 
     def add_computations(self) -> None:
-        """Add what the inlined instructions call; the module's entry stays its last computation."""
-        before = list(self._into.computations)
-        del self._into.computations[:]
-        self._into.computations.extend([*self._called, *before])
+        """Add what the inlined instructions call."""
+        hlo.add_called(self._into, self._called)
 
 
 def _renumber(instruction: Instruction, numbers: dict[int, int], computations: dict[int, int]) -> None:
