@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("fake_replicas")
 TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory of temporary files, which is empty."""
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
 
 
 class _StopError(Exception):
@@ -149,7 +160,7 @@ def test_logs_are_in_the_store_also_of_two_runs(remote: str, capsys: pytest.Capt
 
 
 def test_logs_that_cannot_be_uploaded_stay_on_this_machine(
-    s3: S3Server, capsys: pytest.CaptureFixture[str]
+    s3: S3Server, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = _Net(at=1, then=lambda: s3.fail("PUT", 403))
     trainer = _fit(module, log_dir="s3://bucket/logs", log_every_n_steps=1, save_every_n_steps=None)
@@ -158,16 +169,29 @@ def test_logs_that_cannot_be_uploaded_stay_on_this_machine(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "cannot be written" in line]
     assert line.startswith("polyxla: s3://bucket/logs/")
     left = Path(line.rpartition("the files stay in ")[2])
+    assert left.parent == temporary
     assert len(read_run(left)) > 8
 
 
-def test_a_log_that_cannot_be_continued_is_an_error_before_training(s3: S3Server) -> None:
+def test_a_log_that_cannot_be_continued_is_an_error_before_training(
+    s3: S3Server, temporary: Path, tmp_path: Path
+) -> None:
     _fit(_Net(), log_dir="s3://bucket/logs", max_steps=1, save_every_n_steps=None)
     s3.fail("GET", 403)
     module = _Net()
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(UsageError, match=r"'s3://bucket/logs' cannot be read: .*Trainer\(log_dir"):
-        _fit(module, log_dir="s3://bucket/logs", max_steps=1, save_every_n_steps=None)
+        _fit(module, log_dir="s3://bucket/logs", checkpoint_dir=tmp_path / "checkpoints", max_steps=1)
     assert module.steps == 0
+    assert signal.getsignal(signal.SIGTERM) is handler, "the listener of checkpoints, made before, was stopped"
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_logger_that_fails_ends_the_upload(remote: str, temporary: Path) -> None:
+    with pytest.raises(TypeError, match="unknown"):
+        _fit(_Net(), log_dir=remote, loggers={"csv": {"unknown": 1}}, max_steps=1)
+    assert list(temporary.iterdir()) == []
+    assert "polyxla-log-upload" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_files_are_uploaded_while_they_grow(remote: str, wait_for: Callable[..., None]) -> None:

@@ -5,7 +5,7 @@ Plugins find them by the entry-point group ``polyxla.hookspecs``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from polyxla.plugin import hookspec
@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 @hookspec
-def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
+def polyxla_listeners(replica: Replica, fit: Fit) -> Iterable[object] | None:
     """Return listeners to one `polyxla_training.Trainer.fit`: objects with hook implementations.
 
     Called once per fit in each replica, when its module is on the device. The listeners receive events until
     the replica stops. None: no listeners.
+
+    A listener that holds a thread, a file or a signal handler is best returned by a generator: it is
+    registered before the next is made, so that it learns that the replica stops if making that one fails.
     """
 
 

@@ -99,12 +99,11 @@ def polyxla_launch_finished(summaries: Mapping[int, Sequence[Any]]) -> None:
 
 
 @hookimpl
-def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
+def polyxla_listeners(replica: Replica, fit: Fit) -> Iterator[object]:
     """Add checkpoints in every replica; progress, log files, observer and profile on ordinal 0."""
-    return [
-        *_for_every_replica(replica, fit),
-        *(_for_first_replica(replica, fit) if replica.is_first else ()),
-    ]
+    yield from _for_every_replica(replica, fit)
+    if replica.is_first:
+        yield from _for_first_replica(replica, fit)
 
 
 def _for_every_replica(replica: Replica, fit: Fit) -> Iterator[object]:

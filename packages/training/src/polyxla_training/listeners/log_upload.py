@@ -41,12 +41,15 @@ class DirectoryUpload:
         self._remote = remote
         self._every_s = every_s
         self._uploaded: dict[Path, tuple[int, int]] = {}
-        self.path = Path(tempfile.mkdtemp(prefix="polyxla-log-"))
         # Objects cannot be appended to: a resumed run downloads what it continues, and uploads the whole
         # again.
+        continued = {}
         for name in continues:
             with contextlib.suppress(FileNotFoundError):
-                (self.path / name).write_bytes((remote / name).read_bytes())
+                continued[name] = (remote / name).read_bytes()
+        self.path = Path(tempfile.mkdtemp(prefix="polyxla-log-"))
+        for name, content in continued.items():
+            (self.path / name).write_bytes(content)
         self._is_closed = threading.Event()
         # A daemon: a process that ends without `close` must not be kept alive by its uploads.
         self._thread = threading.Thread(target=self._run, name="polyxla-log-upload", daemon=True)

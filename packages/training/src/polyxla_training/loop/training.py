@@ -121,9 +121,10 @@ class TrainingLoop:
         found = self._replica.hook.polyxla_listeners(replica=self._replica, fit=fit)
         # pluggy calls the listener that was added last first: checkpoints, which plugins add, hold what the
         # user's callbacks have made of an event.
-        listeners = [*itertools.chain(*found), *filter(is_listener, work.callbacks)]
-        for listener in listeners:
+        listeners: list[Any] = []
+        for listener in itertools.chain(*found, filter(is_listener, work.callbacks)):
             self._replica.add_listener(listener)
+            listeners.append(listener)
         self._show_loggers(listeners)
         # A callback of Lightning's that is also a listener is there already.
         state.callbacks += [listener for listener in listeners if listener not in state.callbacks]
