@@ -179,6 +179,27 @@ def test_keyword_and_nested_arguments_are_cast_too() -> None:
     assert net["takes"]((one, 3), mask=one, index=one.long()) == (F32, F32, torch.int64)
 
 
+def test_inputs_of_a_module_with_integer_weights_are_cast_to_the_dtype_of_its_scale() -> None:
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([[2, 3]], dtype=torch.int8), requires_grad=False)
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight.to(x.dtype)) * self.scale
+
+    net = Quantised()
+    _keep(net)
+    assert net(torch.tensor([[0.5, 0.75]])).tolist() == [[1.625]]
+    assert net(torch.ones(1, 2)).dtype == BF16
+    # Without a floating-point parameter there is nothing to cast to.
+    net.scale = nn.Parameter(torch.tensor(2, dtype=torch.int8), requires_grad=False)
+    assert net(torch.tensor([[0.5, 0.75]])).tolist() == [[6.5]]
+    _keep(net)
+    assert not net._forward_pre_hooks
+
+
 def test_autocast_is_off_inside_a_float32_module(net: Net) -> None:
     found = keep_float32.find_modules(net, ["head"])
     keep_float32.attach_casts(net, found, cast_others=False)

@@ -21,7 +21,11 @@ _HANDLE = "_polyxla_precision_handle"
 
 
 class CastInputs:
-    """A forward pre-hook: cast floating-point inputs, by default to the dtype of the module's parameters."""
+    """A forward pre-hook: cast floating-point inputs.
+
+    Args:
+        dtype: to what; None stands for the dtype of the module's first floating-point parameter.
+    """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
@@ -29,10 +33,19 @@ class CastInputs:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, cast."""
         # Read at each call: the user may convert the module by hand later.
-        dtype = self.dtype or next(
-            parameter.dtype for parameter in module._parameters.values() if parameter is not None
-        )
+        dtype = self.dtype or _float_dtype(module)
+        if dtype is None:
+            return args, kwargs
         return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
+
+
+def _float_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype of the module's first floating-point parameter.
+
+    Quantised weights are integers, to which its inputs must not be cast.
+    """
+    parameters = (parameter for parameter in module._parameters.values() if parameter is not None)
+    return next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), None)
 
 
 class Float32Forward:
@@ -93,8 +106,8 @@ def attach_casts(module: torch.nn.Module, kept: Iterable[torch.nn.Module], *, ca
     Args:
         module: contains the `kept` modules.
         kept: the modules that stay in float32.
-        cast_others: also cast the inputs of every other module with parameters to their dtype; needed
-            unless autocast does it.
+        cast_others: also cast the inputs of every other module with floating-point parameters to their
+            dtype; needed unless autocast does it.
     """
     # The module may have been converted by another policy before.
     remove_casts(module)
@@ -103,7 +116,7 @@ def attach_casts(module: torch.nn.Module, kept: Iterable[torch.nn.Module], *, ca
         if part in kept:
             _hook(part, CastInputs(torch.float32))
             part.forward = Float32Forward(part.forward)
-        elif cast_others and any(True for _ in part.parameters(recurse=False)):
+        elif cast_others and _float_dtype(part) is not None:
             # On XLA a float32 input would silently turn a bfloat16 product into a float32 one.
             _hook(part, CastInputs())
 
