@@ -682,6 +682,38 @@ class TestTheRealCommand:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == f"polyxla: error: {XRT_MISSING.format('--runtime xrt')}\n"
 
+    @pytest.mark.parametrize(
+        ("arguments", "what"),
+        [
+            (["--bad"], "No such option: --bad (from polyxla)"),
+            (["devices", "--bad"], "No such option: --bad (from polyxla devices)"),
+            (["env", "more"], "Got unexpected extra argument(s) (more) (from polyxla env)"),
+            (["run", "--dry-run"], "Missing argument '(SCRIPT | -m MODULE) [ARGS]...' (from polyxla run)"),
+        ],
+    )
+    def test_a_wrong_command_line_is_an_error_like_any_other(self, arguments: list[str], what: str) -> None:
+        done = _polyxla(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        path = what.rpartition("(from ")[2].removesuffix(")")
+        assert done.stderr.replace("python -m ", "") == (
+            f"polyxla: error: {what}. `{path} --help` shows how it is used.\n"
+        )
+        with_json = _polyxla(*arguments, "--json")
+        assert with_json.returncode == 2
+        assert f"polyxla: error: {json.loads(with_json.stdout)['error']}\n" == with_json.stderr
+
+    def test_the_output_of_a_program_is_no_place_for_a_document(self) -> None:
+        assert _polyxla("run", "--bad", "script.py", "--json").stdout == ""
+
+    def test_a_full_disk_is_named(self) -> None:
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, "-m", "polyxla", "env"]
+            done = subprocess.run(
+                command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False
+            )
+        assert done.returncode == 1
+        assert done.stderr == "polyxla: error: the output cannot be written (No space left on device)\n"
+
     def test_a_usage_error_of_launch_names_the_scripts_line(self, tmp_path: Path) -> None:
         (tmp_path / "script.py").write_text("from polyxla import launch\n\n\nlaunch(print, devices=9)\n")
         done = _polyxla("run", "script.py")
@@ -828,5 +860,5 @@ class TestUnknownCommands:
         assert re.search(r"^  run ", listed, re.MULTILINE)
         assert not re.search(r"^  (launch|test|config|doctor) ", listed, re.MULTILINE)
 
-    def test_any_other_name_is_clicks_error(self) -> None:
-        assert "No such command 'nothing'" in _invoke("nothing").stderr
+    def test_any_other_name_is_an_error(self) -> None:
+        assert "error: No such command 'nothing' (from " in _invoke("nothing").stderr

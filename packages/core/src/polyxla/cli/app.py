@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
+import itertools
 import json
+import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -65,8 +70,48 @@ PACKAGES = {
 """The distribution of this project that brings a command."""
 
 
+_AS_JSON = "polyxla.as_json"
+_ParseError: Any = typer.BadParameter.__base__
+"""Of typer's errors about command lines, it exports only the special ones."""
+
+
+@contextlib.contextmanager
+def _plain_usage_errors(as_json: bool) -> Iterator[None]:
+    try:
+        yield
+    except _ParseError as error:
+        # Without arguments, the help is the error's text.
+        if error.message == error.ctx.get_help():
+            raise
+        path = error.ctx.command_path
+        with plain_errors(as_json):
+            raise UsageError(
+                error.format_message().removesuffix("."),
+                where=path,
+                fix=f"`{path} --help` shows how it is used.",
+            ) from None
+
+
 class _Commands(typer.core.TyperGroup):
-    """The commands; the error about an unknown name says what is meant, or which package brings it."""
+    """The commands. What is wrong in a command line is an error like any other: one line, and a document.
+
+    The error about an unknown name says what is meant, or which package brings it.
+    """
+
+    def make_context(self, info_name: Any, args: list[str], *others: Any, **more: Any) -> Any:
+        """Parse the options before the command."""
+        # What follows -- is not polyxla's, nor is the output of a program that `polyxla run` starts.
+        own = list(itertools.takewhile(lambda argument: argument != "--", args))
+        as_json = "--json" in own and (own[0] != "run" or "--dry-run" in own)
+        with _plain_usage_errors(as_json):
+            context = super().make_context(info_name, args, *others, **more)
+        context.meta[_AS_JSON] = as_json
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the rest, and run the command."""
+        with _plain_usage_errors(ctx.meta[_AS_JSON]):
+            return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments name."""
@@ -116,7 +161,15 @@ def main() -> None:
             # A plugin may raise anything. The commands of the others must still run: `polyxla doctor` and
             # `polyxla runtimes` report what is wrong.
             say(f"the commands of {plugin.plugin_name} are left out: {type(error).__name__}: {error}")
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        say(f"error: the output cannot be written ({error.strerror})")
+        # At its exit, Python would try once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
