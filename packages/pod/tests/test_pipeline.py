@@ -46,6 +46,13 @@ def test_lines_are_folded_logged_and_shown(output: Pipeline, memory: Memory) -> 
     assert memory.shown == ["[w0-w1] step 3"]
 
 
+def test_a_rate_that_no_json_can_hold_is_no_rate() -> None:
+    progress = HostState("a").progress
+    for text in ("step 1 2.5 steps/s", "step 1 inf steps/s", "step 1 nan it/s"):
+        progress.read(text, 0.0)
+        assert progress.steps_per_s == 2.5
+
+
 def test_lines_that_a_blocked_screen_misses_are_counted(
     output: Pipeline, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,12 +20,6 @@ from polyxla_pod.transports import Target, Transport
 
 app = typer.Typer(help="Run a command on all hosts of a TPU.", no_args_is_help=True, rich_markup_mode=None)
 
-VariablesOption = Annotated[
-    list[str],
-    typer.Option(
-        "--env", metavar="K=V", help="Variable for the command; {host} in V is the host's number; repeatable."
-    ),
-]
 JobArgument = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its id or the beginning of it.")]
 
 
@@ -50,7 +44,14 @@ def run(
     worker_port: Annotated[
         int, typer.Option(metavar="PORT", min=1, max=65535, help="Port of each host's worker.")
     ] = WORKER_PORT,
-    variables: VariablesOption = [],  # noqa: B006
+    variables: Annotated[
+        list[str],
+        typer.Option(
+            "--env",
+            metavar="K=V",
+            help="Variable for the command; {host} in V is the host's number; repeatable.",
+        ),
+    ] = [],  # noqa: B006
     sync: Annotated[str | None, typer.Option(metavar="DIR", help="Local directory to copy first.")] = None,
     directory: Annotated[
         str | None, typer.Option(metavar="DIR", help="Working directory on the hosts.")
@@ -120,7 +121,8 @@ def _run(job: PodJob, transport: Transport, as_json: bool) -> int:
     # With standard output in a file or a pipe, control sequences of the table would end up there.
     is_live = sys.stdout.isatty() and sys.stderr.isatty() and not as_json
     screen = LiveScreen(states) if is_live else PlainScreen(errors_only=as_json)
-    say(f"pod: job {log.id} on {len(job.hosts)} host(s); `polyxla pod logs {log.id}` prints its log")
+    kept = "" if log.is_lost else f"; `polyxla pod logs {log.id}` prints its log"
+    say(f"pod: job {log.id} on {len(job.hosts)} host(s){kept}")
     try:
         result = JobRunner(job, transport, states, screen, log).run()
     except UsageError as error:
@@ -220,7 +222,9 @@ def manifest(
     name: Annotated[str, typer.Option(metavar="NAME", help="The JobSet's name.")] = "polyxla",
     namespace: Annotated[str | None, typer.Option(metavar="NAME", help="The JobSet's namespace.")] = None,
     runtime: RuntimeOption = None,
-    variables: VariablesOption = [],  # noqa: B006
+    variables: Annotated[
+        list[str], typer.Option("--env", metavar="K=V", help="Variable for the command; repeatable.")
+    ] = [],  # noqa: B006
     grace: Annotated[
         int, typer.Option(metavar="SECONDS", min=0, help="Time for checkpoints at SIGTERM.")
     ] = 120,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -46,8 +47,9 @@ class HostProgress:
             self.loss = match[1]
         if match := _STEP.search(text):
             self._advance(int(match[1]), now_s)
-        if match := _RATE.search(text):
-            self.steps_per_s = float(match[1])
+        # A logger divides by a time of zero, and JSON has no infinity.
+        if (match := _RATE.search(text)) and math.isfinite(rate := float(match[1])):
+            self.steps_per_s = rate
 
     def _advance(self, step: int, now_s: float) -> None:
         # A smaller step is the start of another run in the same program: its rate is unknown.

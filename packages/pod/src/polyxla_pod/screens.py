@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from polyxla.plugin import say
 from polyxla_pod.folding import FoldedLine
 from polyxla_pod.pipeline import HostState
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 
 ROWS_LEFT_FREE = 8
 """Rows of a terminal that the table leaves to lines."""
+GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
+"""Errors of a pipe without a reader, and of a terminal that was closed."""
 REFRESHES_PER_S = 4.0
 """How often the table is drawn, per second."""
 
@@ -28,14 +33,31 @@ class PlainScreen:
 
     def __init__(self, *, errors_only: bool = False) -> None:
         self._errors_only = errors_only
+        self._is_full = False
 
     def show(self, line: FoldedLine) -> None:
-        """Print one line."""
-        # Flush, so that a pipe's reader, such as tee, sees each line when it is printed.
-        print(line, file=sys.stderr if self._errors_only or line.stream == "err" else sys.stdout, flush=True)
+        """Print one line.
+
+        Raises:
+            OSError: nothing reads the stream any more.
+        """
+        try:
+            # Flush, so that a pipe's reader, such as tee, sees each line when it is printed.
+            print(
+                line, file=sys.stderr if self._errors_only or line.stream == "err" else sys.stdout, flush=True
+            )
+        except OSError as error:
+            if error.errno in GONE:
+                raise
+            # A job is worth more than a file of its output, on a disk that is full.
+            if not self._is_full:
+                self._is_full = True
+                say(f"warning: the output cannot be written ({error.strerror}): it lacks lines from here on")
 
     def close(self) -> None:
-        """Do nothing."""
+        """Let the process end without a further attempt to write what the disk did not take."""
+        if self._is_full:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class LiveScreen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import shutil
 import socket
@@ -109,8 +110,11 @@ def _free_bytes(directories: Collection[str]) -> dict[str, int]:
     found = {}
     for directory in directories:
         path = Path(directory)
-        there = next(parent for parent in (path, *path.parents, Path("/")) if parent.exists())
-        found[directory] = shutil.disk_usage(there).free
+        for parent in (path, *path.parents, Path("/")):
+            # What another user has closed is as good as not there.
+            with contextlib.suppress(OSError):
+                found[directory] = shutil.disk_usage(parent).free
+                break
     return found
 
 

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import secrets
 import shutil
 import signal
@@ -32,9 +33,26 @@ END_S = 20.0
 
 
 def root(environ: Mapping[str, str]) -> Path:
-    """Return the directory of all jobs. Source: the XDG Base Directory Specification."""
-    state = environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "polyxla" / "pod"
+    """Return the directory of all jobs. Source: the XDG Base Directory Specification.
+
+    Raises:
+        UsageError: this user has no home.
+    """
+    try:
+        state = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    except RuntimeError as error:
+        raise UsageError(
+            "this user has no home directory, where jobs are recorded",
+            fix="Set HOME, or XDG_STATE_HOME to a directory that this process may write.",
+        ) from error
+    return state / "polyxla" / "pod"
+
+
+def _machine() -> str:
+    """Return a name for where this process's id holds: a container has ids of its own."""
+    with contextlib.suppress(OSError):
+        return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
+    return platform.node()
 
 
 class JobLog:
@@ -44,29 +62,39 @@ class JobLog:
         directory: the directory of all jobs.
         description: what is known at the start, as JSON-compatible values; without the values of variables.
         states: the hosts, whose states are written while the job runs.
+
+    Attributes:
+        id: the job's name, which begins with its time.
+        is_lost: whether something could not be written.
     """
 
     def __init__(self, directory: Path, description: dict[str, Any], states: Sequence[HostState]) -> None:
-        self.id = f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        # Sorting by name sorts by time.
+        self.id = f"{time.strftime('%y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         self._directory = directory / self.id
-        # The log may contain what no other user should read.
-        self._directory.mkdir(parents=True, mode=0o700)
-        _remove_old(directory)
-        self._lock = (self._directory / "lock").open("w")
-        # The lock ends with this process, however it ends, so no stale state is possible.
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._log = (self._directory / "output.jsonl").open("w", encoding="utf-8")
         self._states = states
-        self._description = {"id": self.id, "pid": os.getpid(), "started": time.time(), **description}
+        own = {"pid": os.getpid(), "machine": _machine()}
+        self._description = {"id": self.id, **own, "started": time.time(), **description}
         self._written_s = 0.0
-        self._is_lost = False
+        self.is_lost = False
+        self._files = contextlib.ExitStack()
+        self._log: TextIO | None = None
+        with self._losable():
+            # The log may contain what no other user should read.
+            self._directory.mkdir(parents=True, mode=0o700)
+            lock = self._files.enter_context((self._directory / "lock").open("w"))
+            # The lock ends with this process, however it ends, so no stale state is possible.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._log = (self._directory / "output.jsonl").open("w", encoding="utf-8")
+            _remove_old(directory)
         self.write_states()
 
     def add(self, line: FoldedLine) -> None:
         """Add a line to the job's log."""
         document = {"time": time.time(), "hosts": line.hosts, "stream": line.stream, "text": line.text}
-        with self._losable():
-            self._log.write(json.dumps(document) + "\n")
+        if self._log is not None:
+            with self._losable():
+                self._log.write(json.dumps(document) + "\n")
 
     def tick(self) -> None:
         """Write the hosts' states and the end of the log, every `WRITE_S`."""
@@ -76,6 +104,8 @@ class JobLog:
     def write_states(self) -> None:
         """Write the job with its hosts' states."""
         self._written_s = time.monotonic()
+        if self._log is None:
+            return
         text = json.dumps({**self._description, "hosts": [state.as_json() for state in self._states]})
         # Renaming is atomic: readers see the old or the new file, never a part.
         new = self._directory / "job.json.new"
@@ -88,9 +118,10 @@ class JobLog:
         """Write how the job ended."""
         self._description |= {"exit_code": exit_code, "failures": list(failures), "ended": time.time()}
         self.write_states()
-        with self._losable():
-            self._log.close()
-        self._lock.close()
+        if self._log is not None:
+            with self._losable():
+                self._log.close()
+        self._files.close()
 
     @contextlib.contextmanager
     def _losable(self) -> Iterator[None]:
@@ -98,13 +129,13 @@ class JobLog:
         try:
             yield
         except OSError as error:
-            if not self._is_lost:
-                self._is_lost = True
-                say(f"warning: {self._directory} cannot be written ({error.strerror}): its log lacks a part")
+            if not self.is_lost:
+                self.is_lost = True
+                lacking = "its log lacks a part" if self._log else "the job has no log"
+                say(f"warning: {self._directory} cannot be written ({error.strerror}): {lacking}")
 
 
 def _remove_old(directory: Path) -> None:
-    # An id begins with the date, so sorting by name sorts by time.
     ids = sorted(path.name for path in directory.iterdir() if path.is_dir())
     for name in ids[:-KEPT]:
         if not is_running(directory / name):
@@ -191,10 +222,21 @@ def _whole_lines(file: TextIO) -> Iterator[dict[str, Any]]:
 
 
 def end(directory: Path, job: Mapping[str, Any]) -> bool:
-    """End a job by a signal to its launcher; return whether it ended within `END_S`."""
+    """End a job by a signal to its launcher; return whether it ended within `END_S`.
+
+    Raises:
+        UsageError: the launcher runs on another machine or in another container, which share the directory.
+    """
     path = directory / job["id"]
     deadline = time.monotonic() + END_S
     if is_running(path):
+        # Here, the launcher's process id may belong to another process.
+        there, here = job.get("machine"), _machine()
+        if there != here:
+            raise UsageError(
+                f"job {job['id']} was started elsewhere: on {there}, and this is {here}",
+                fix="Run the command there.",
+            )
         # The kernel releases the lock with the process: while it is held, the pid belongs to the launcher.
         os.kill(job["pid"], signal.SIGTERM)
     while is_running(path) and time.monotonic() < deadline:
