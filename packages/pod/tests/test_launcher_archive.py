@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
@@ -35,13 +36,38 @@ def test_everything_is_copied_but_what_is_made_again(directory: Path) -> None:
 
 
 def test_of_a_repository_git_decides(directory: Path) -> None:
-    git = ["git", "-C", str(directory)]
-    subprocess.run([*git, "init", "-q"], check=True)
+    run(directory, "init", "-q")
     (directory / ".gitignore").write_text("runs\n.venv\n__pycache__\n")
-    subprocess.run([*git, "add", "train.py"], check=True)
+    run(directory, "add", "train.py")
     assert packed(directory) == [".gitignore", "data/a", "train.py"]
     (directory / "train.py").unlink()
     assert packed(directory) == [".gitignore", "data/a"]
+
+
+def test_repositories_within_a_repository_are_copied(directory: Path) -> None:
+    inner, empty = directory / "third_party/inner", directory / "third_party/not_fetched"
+    for place in (inner, empty):
+        place.mkdir(parents=True)
+        (place / "module.py").write_text("inner")
+        run(place, "init", "-q")
+        run(place, "add", "module.py")
+        run(place, "-c", "user.name=me", "-c", "user.email=me@host", "commit", "-q", "-m", "first")
+    (inner / "new.py").write_text("not in git yet")
+    run(directory, "init", "-q")
+    # As a submodule is: git knows the commit, and not the files.
+    run(directory, "add", "third_party/inner", "third_party/not_fetched", "train.py")
+    shutil.rmtree(empty)
+    empty.mkdir()
+    (directory / "nested").mkdir()
+    (directory / "nested/too.py").write_text("a repository that the outer one does not know")
+    run(directory / "nested", "init", "-q")
+    names = packed(directory)
+    assert {"third_party/inner/module.py", "third_party/inner/new.py", "nested/too.py"} <= {*names}
+    assert not [name for name in names if ".git/" in name or "not_fetched/" in name]
+
+
+def run(directory: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(directory), *arguments], check=True, capture_output=True)
 
 
 def test_a_file_is_no_directory(directory: Path) -> None:

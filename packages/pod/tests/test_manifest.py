@@ -120,10 +120,31 @@ def test_what_the_user_chooses_is_in_the_manifest() -> None:
     assert variables == {"PYTHONUNBUFFERED": "1", "POLYXLA_RUNTIME": "pjrt", "A": "1"}
 
 
-@pytest.mark.parametrize("name", ["", "Upper", "a_b", "-a", "a-", "x" * 54])
+@pytest.mark.parametrize("name", ["", "Upper", "a_b", "-a", "a-", "x" * 48])
 def test_a_name_that_kubernetes_refuses_is_an_error(name: str) -> None:
     with pytest.raises(UsageError, match="cannot be the name of a JobSet"):
         made("v4-16", name=name)
+
+
+def test_the_longest_name() -> None:
+    name = "x" * 47
+    assert made("v4-16", name=name)["metadata"]["name"] == name
+    # Of the pods: the JobSet's, the job's and its number, the pod's, and five random characters.
+    assert len(f"{name}-hosts-0-1-abcde") == 63
+
+
+def test_kubernetes_replaces_nothing_in_the_command_and_in_values() -> None:
+    options = ManifestOptions(environ={"A": "$(POLYXLA_RUNTIME) $$"}, runtime="pjrt")
+    found = jobset(AcceleratorType.parse("v4-8", "test"), "image", ["sh", "-c", "echo $$ $(date)"], options)
+    pod = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["sh", "-c", "echo $$$$ $$(date)"]
+    assert {"name": "A", "value": "$$(POLYXLA_RUNTIME) $$$$"} in container["env"]
+
+
+def test_a_value_with_the_hosts_number_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"from --env RUN=run-{host}\). Read JOB_COMPLETION_INDEX"):
+        made("v4-16", environ={"RUN": "run-{host}"})
 
 
 def test_a_type_that_gke_does_not_have_is_an_error() -> None:

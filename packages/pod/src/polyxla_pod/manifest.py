@@ -90,9 +90,16 @@ def jobset(
 
     Raises:
         UsageError: GKE does not have the type, or not several slices of it, or the name is not one of
-            Kubernetes's.
+            Kubernetes's, or a variable asks for the host's number.
     """
     _check_name(options.name, options.slices, accelerator.hosts)
+    for name, value in options.environ.items():
+        if "{host}" in value:
+            raise UsageError(
+                "a manifest gives all hosts the same values",
+                where=f"--env {name}={value}",
+                fix="Read JOB_COMPLETION_INDEX in the command: Kubernetes sets it to the number of the host.",
+            )
     if options.slices > 1 and accelerator.hosts == 1:
         raise UsageError(
             f"GKE has no job on several slices of one host, such as {accelerator.name}",
@@ -111,9 +118,9 @@ def jobset(
     container = {
         "name": "polyxla",
         "image": image,
-        "command": list(command),
+        "command": list(map(_literal, command)),
         "env": [
-            *({"name": name, "value": value} for name, value in environ.items()),
+            *({"name": name, "value": _literal(value)} for name, value in environ.items()),
             *_megascale(options),
         ],
         "resources": {"requests": {"google.com/tpu": chips}, "limits": {"google.com/tpu": chips}},
@@ -161,9 +168,15 @@ def _megascale(options: ManifestOptions) -> list[dict[str, Any]]:
     ]
 
 
+def _literal(text: str) -> str:
+    """Return a text that Kubernetes takes as it is, where it would expand ``$(NAME)``."""
+    return text.replace("$", "$$")
+
+
 def _check_name(name: str, slices: int, hosts: int) -> None:
-    # A pod's name is a host name of at most 63 characters, and adds the job, its number and the pod's.
-    longest = 63 - len(f"-{JOB}-{slices - 1}-{hosts - 1}")
+    # A pod's name is at most 63 characters, and adds the job, its number, the pod's and five random ones.
+    # Source: the JobSet controller's webhook, which refuses what would be longer.
+    longest = 63 - len(f"-{JOB}-{slices - 1}-{hosts - 1}-abcde")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest:
         raise UsageError(
             f"{name!r} cannot be the name of a JobSet",

@@ -44,7 +44,8 @@ def pack(directory: Path, file: IO[bytes]) -> None:
             archive.add(directory / name, arcname=name, recursive=False)
 
 
-def _names(directory: Path) -> Iterator[str]:
+def _names(directory: Path) -> Iterator[Path]:
+    """Return what is in a directory, as paths relative to it."""
     # Without -z, git would quote names with letters beyond ASCII.
     command = ["git", "-C", str(directory), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
@@ -54,10 +55,18 @@ def _names(directory: Path) -> Iterator[str]:
         for path in directory.rglob("*"):
             name = path.relative_to(directory)
             if not _LEFT_OUT.intersection(name.parts):
-                yield str(name)
+                yield name
         return
-    # git lists a file that was removed, until the removal is committed.
-    yield from {name for name in done.stdout.split("\0") if name and (directory / name).exists()}
+    for name in map(Path, filter(None, {*done.stdout.split("\0")})):
+        path = directory / name
+        if path.is_dir() and not path.is_symlink():
+            # Of a submodule, or a repository within this one, git lists only the directory. A submodule that
+            # was not fetched is empty, and git in it would list the outer repository.
+            inner = _names(path) if (path / ".git").exists() else ()
+            yield from (name / part for part in inner)
+        # git lists a file that was removed, until the removal is committed.
+        elif path.exists():
+            yield name
 
 
 async def send(connection: HostConnection, file: Path, directory: str) -> None:
