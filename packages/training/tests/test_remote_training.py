@@ -183,7 +183,7 @@ def test_a_log_that_cannot_be_continued_is_an_error_before_training(
     with pytest.raises(UsageError, match=r"'s3://bucket/logs' cannot be read: .*Trainer\(log_dir"):
         _fit(module, log_dir="s3://bucket/logs", checkpoint_dir=tmp_path / "checkpoints", max_steps=1)
     assert module.steps == 0
-    assert signal.getsignal(signal.SIGTERM) is handler, "the listener of checkpoints, made before, was stopped"
+    assert signal.getsignal(signal.SIGTERM) is handler, "the listener of checkpoints was stopped"
     assert list(temporary.iterdir()) == []
 
 
