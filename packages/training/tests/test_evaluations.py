@@ -79,12 +79,26 @@ class _Masked(torch.nn.Module):
         return batch[0] + 1
 
 
-def test_predictions_for_padding_are_left_out() -> None:
+@REPLICAS
+def test_predictions_for_padding_are_left_out(devices: int) -> None:
     module = _Masked()
     module.shapes = []
-    found = _trainer().predict(module, _loader(5))
-    assert module.shapes == [2, 2, 2]
+    found = _trainer(devices).predict(module, _loader(5))
+    if devices == 1:
+        assert module.shapes == [2, 2, 2]
     assert [prediction.tolist() for prediction in found] == [[1.0, 2.0], [3.0, 4.0], [5.0]]
+
+
+class _Doubling(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return ([2 * values] for (values,) in super().__iter__())
+
+
+@REPLICAS
+def test_the_batches_of_a_loaders_own_class_are_predicted(devices: int) -> None:
+    loader = _Doubling(TensorDataset(torch.arange(4.0)), batch_size=2)
+    found = _trainer(devices).predict(_Doubles(), loader)
+    assert [prediction["doubled"].tolist() for prediction in found] == [[0.0, 4.0], [8.0, 12.0]]
 
 
 class _Stream(IterableDataset[Any]):

@@ -162,7 +162,9 @@ def divisible_by_batches(loader: Any) -> Any:
     )
     # The batch sampler goes in as it is. polyxla-sampler then divides its batches, not the records in them.
     arguments = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **arguments)
+    # A subclass may change the batches, unless its constructor takes arguments that are unknown here.
+    kind = type(loader) if type(loader).__init__ is DataLoader.__init__ else DataLoader
+    return kind(loader.dataset, batch_sampler=loader.batch_sampler, **arguments)
 
 
 def _run_while_others_wait(replica: Replica, function: Callable[[], None] | None) -> None:

@@ -70,7 +70,8 @@ def evaluate(work: Workspace, loader: Loader, kind: StepKind) -> None:
                         outputs = map_tensors(precision.convert_output, outputs)
                 if on_batch_end:
                     on_batch_end(outputs, batch, index)
-                if kind == "predict":
+                # A batch of padding only, made because other replicas have records left, predicts nothing.
+                if kind == "predict" and (loader.real or loader.valid is None):
                     work.predictions.append(_on_host(outputs, metrics))
         # A limit may have left batches unread.
         # The next iteration must begin at the first batch again.
