@@ -118,6 +118,35 @@ def test_a_resumable_loader_resumes_at_its_own_position(
     assert "divided for the test" not in capsys.readouterr().err, "for one replica nothing is divided"
 
 
+def test_a_position_counts_the_batches_of_the_run_that_resumes(install_plugin: PluginInstaller) -> None:
+    # As if the batches of the run that saves were twice as large.
+    source = SAMPLER.replace('"at": batches', '"at": 2 * batches')
+    length = "def __len__(self) -> int:\n        return 5 - self.start\n\n    def set_epoch"
+    install_plugin.listener("source", source.replace("def set_epoch", length))
+
+    def read(replica: Replica) -> Any:
+        before, after = replica.loader([]), replica.loader([])
+        for _ in itertools.islice(before, 2):
+            pass
+        after.load_state_dict(before.state_dict())
+        return after.batches_before, len(after), [batch.item() for batch in after], after.state_dict()
+
+    position, left, values, state = _alone(read)
+    assert (position, left, values) == (4, 1, [4])
+    assert state["batches"] == 5
+
+
+def test_data_that_has_become_shorter_than_the_position_leaves_no_batch() -> None:
+    def read(replica: Replica) -> Any:
+        before = replica.loader(_numbers(6))
+        _values(before)
+        after = replica.loader(_numbers(2))
+        after.load_state_dict(before.state_dict())
+        return len(after), _values(after)
+
+    assert _alone(read) == (0, [])
+
+
 def test_a_samplers_note_is_printed_once(
     install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

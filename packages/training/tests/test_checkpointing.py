@@ -248,34 +248,79 @@ def test_on_sigterm_several_replicas_stop_at_the_same_step(
     assert [entry.step for entry in CheckpointFolder("saved").entries()] == [steps[_Slow.made[0]]]
 
 
-@pytest.mark.parametrize("replicas", [2, 1], ids=["four-to-two", "four-to-one"])
-def test_it_resumes_with_another_number_of_replicas(replicas: int, install_plugin: PluginInstaller) -> None:
+@pytest.fixture
+def divided(install_plugin: PluginInstaller) -> None:
+    """Divide the records among the replicas."""
     pytest.importorskip("polyxla_sampler")
     install_plugin.listener("shard", (PROGRAMS / "sampler_plugin.py").read_text())
-    seen: list[list[float]] = []
 
-    class Shared(_Net):
-        def training_step(self, batch: Any) -> torch.Tensor:
-            seen.append(batch[1][:, 0].tolist())
-            return super().training_step(batch)
 
-    def fit(devices: int, max_steps: int | None = None) -> None:
-        trainer = Trainer(
-            runtime="fake",
-            devices=devices,
-            log_dir=None,
-            progress=False,
-            max_steps=max_steps,
-            checkpoint_dir="saved",
-            resume="auto",
-            save_every_n_steps=1,
-        )
-        trainer.fit(Shared(), _data())
+class _Shared(_Net):
+    """Collects the records of all replicas, and how many there were at each validation."""
 
-    fit(4, max_steps=1)
-    assert len(seen) == 4
-    fit(replicas)
-    assert sorted(value for batch in seen for value in batch) == [float(i) for i in range(20)]
+    records: ClassVar[list[float]] = []
+    validated: ClassVar[set[int]] = set()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.records.extend(batch[1][:, 0].tolist())
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.validated.add(len(self.records))
+
+
+def _fit_shared(devices: int, batch_size: int, **options: Any) -> None:
+    given = {"checkpoint_dir": "saved", "save_every_n_steps": 1, "resume": "auto", **options}
+    trainer = Trainer(runtime="fake", devices=devices, log_dir=None, progress=False, **given)
+    dataset = _data().dataset
+    trainer.fit(_Shared(), DataLoader(dataset, batch_size), DataLoader(dataset, 20))
+
+
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize(
+    ("devices", "batch_size", "steps", "then"),
+    [
+        pytest.param(4, 2, 1, (2, 2), id="four-to-two"),
+        pytest.param(4, 2, 1, (1, 2), id="four-to-one"),
+        pytest.param(2, 2, 3, (4, 2), id="two-to-four"),
+        pytest.param(1, 2, 1, (4, 2), id="one-to-four-after-one-batch"),
+        pytest.param(1, 2, 6, (4, 2), id="one-to-four"),
+        pytest.param(1, 2, 6, (1, 4), id="to-a-larger-batch"),
+        pytest.param(1, 4, 3, (1, 2), id="to-a-smaller-batch"),
+    ],
+)
+def test_a_run_of_another_size_trains_on_all_the_records_that_are_left(
+    devices: int, batch_size: int, steps: int, then: tuple[int, int]
+) -> None:
+    _Shared.records.clear()
+    _fit_shared(devices, batch_size, max_steps=steps)
+    first = len(_Shared.records)
+    assert first == devices * batch_size * steps
+    _fit_shared(*then)
+    # Records are repeated if they do not divide evenly.
+    assert len(_Shared.records) == first + -(-(20 - first) // then[0]) * then[0]
+    assert set(_Shared.records) == set(range(20))
+    _fit_shared(*then, max_epochs=2)
+    assert set(_Shared.records[-20:]) == set(range(20)), "the next epoch is whole"
+
+
+@pytest.mark.usefixtures("divided")
+def test_a_run_of_another_size_validates_where_an_epoch_of_its_own_would() -> None:
+    _Shared.records.clear()
+    _Shared.validated.clear()
+    _fit_shared(2, 2, max_steps=2, val_check_interval=2)
+    assert _Shared.validated == {8}
+    _fit_shared(1, 2, val_check_interval=0.5)
+    assert _Shared.validated == {8, 10, 20}
+
+
+@pytest.mark.usefixtures("divided")
+def test_a_limited_epoch_is_as_long_in_a_run_of_another_size() -> None:
+    _Shared.records.clear()
+    _fit_shared(1, 2, max_steps=4, limit_train_batches=0.8)
+    _fit_shared(2, 2, limit_train_batches=0.8)
+    # Of five batches of the second run's size, four.
+    assert sorted(_Shared.records) == list(range(16))
 
 
 def test_an_error_about_a_module_that_does_not_fit_names_the_file() -> None:

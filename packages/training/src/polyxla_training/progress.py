@@ -22,7 +22,7 @@ class Progress:
         epoch: number of finished epochs.
         step: number of optimizer updates so far.
         validated_batches: batches of this epoch before the last validation in it; 0 if there was none.
-        batches_per_epoch: batches of one epoch; None if unknown.
+        batches_per_epoch: batches of this epoch; None if unknown.
         expected_steps: optimizer updates that training will make; inf if unknown.
         phase: what the module is used for at the moment; empty between epochs and outside of `fit`.
         means: the latest metrics: means over all replicas' records, by name.

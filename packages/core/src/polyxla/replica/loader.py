@@ -37,6 +37,9 @@ class LoaderShard(Protocol):
     valid_records: int | None
     note: str
 
+    def __len__(self) -> int:
+        """Return the number of batches of the next iteration, after a `load_state_dict` of what is left."""
+
     def __iter__(self) -> Iterator[Any]:
         """Read one epoch; the next call reads the next epoch."""
 
@@ -90,7 +93,8 @@ class Loader:
         self.waited_s = 0.0
 
     def __len__(self) -> int:
-        return len(self._source) - self._position.skip  # type: ignore[arg-type]
+        # Fewer than are to be skipped, if the data has become shorter since the position was saved.
+        return max(len(self._source) - self._position.skip, 0)  # type: ignore[arg-type]
 
     def __iter__(self) -> Generator[Any, None, None]:
         skip = self._position.begin()
@@ -149,7 +153,11 @@ class Loader:
 
     @property
     def batches_before(self) -> int:
-        """Number of batches of the current epoch that an earlier run, before a resume, received."""
+        """Number of batches of the current epoch that an earlier run, before a resume, received.
+
+        If the earlier run's batches had another size, or it had another number of replicas: how many of this
+        run's batches that were.
+        """
         return self._position.before
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,7 +195,13 @@ class Loader:
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(position.epoch)
         if "source" in state and hasattr(self._source, "load_state_dict"):
+            length = _length(self._source)
             self._source.load_state_dict(state["source"])
+            left = _length(self._source)
+            # The saved number counts batches of the earlier run's size and replicas. It stays where not even
+            # one of this run's batches is gone: the epoch has begun.
+            if length is not None and left is not None and left < length:
+                position.before = length - left
         else:
             position.skip = position.before
 
@@ -225,6 +239,13 @@ class LoaderPosition:
         self.epoch += 1
         self.before = self.received = self.skip = 0
         self.is_begun = False
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except TypeError:
+        return None
 
 
 def _batch_size(source: Any) -> int | None:

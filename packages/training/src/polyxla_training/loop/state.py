@@ -149,6 +149,10 @@ class TrainingState:
         self.progress.means |= state["metrics"]
         self.replica.steps = state["step"]
         self.loader.load_state_dict(state["data"])
+        before, saved = self.loader.batches_before, state["data"]["batches"]
+        if before != saved:
+            # Batches have another size now. All that matters is whether the last one was validated.
+            self.progress.validated_batches = before if state["validated_batches"] == saved else 0
         if self.validation is not None and state["validation"] is not None:
             self.validation.load_state_dict(state["validation"])
         if self.replica.is_first:

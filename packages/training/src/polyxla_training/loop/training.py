@@ -19,7 +19,7 @@ from polyxla_training.loop.state import TrainingState
 from polyxla_training.loop.step import TrainingStep
 from polyxla_training.loop.workspace import Workspace, no_batch
 from polyxla_training.options import Fit
-from polyxla_training.progress import ValidationSchedule
+from polyxla_training.progress import ValidationSchedule, length_of
 
 
 def run(replica: Replica, call: TrainerCall) -> TrainerOutcome:
@@ -60,7 +60,9 @@ class TrainingLoop:
         self._state_before_leaving: dict[str, Any] | None = None
         self._loader = work.load(work.data.find(train, "train_dataloader"), "training")
         self._validation = self._validation_loader(val)
-        batches = work.batches_of(self._loader, "training")
+        self._batches_per_epoch = batches = work.batches_of(self._loader, "training")
+        length = length_of(self._loader)
+        self._unread = 0 if length is None or batches is None else length - batches
         self._schedule = ValidationSchedule.of(self._options, batches)
         # A LightningModule's configure_optimizers reads these.
         self._steps_per_epoch = None if batches is None else -(-batches // self._options.accumulate)
@@ -109,6 +111,11 @@ class TrainingLoop:
         work, state, checkpoint = self._work, self._state, self._work.checkpoint
         if checkpoint is not None:
             state.resume(checkpoint)
+            left = length_of(self._loader)
+            if left is not None:
+                # The rest of an epoch that began with batches of another size may be a batch longer.
+                before = self._loader.batches_before
+                self._progress.batches_per_epoch = before + max(left - self._unread, 0)
         fit = Fit(
             options=self._options,
             log_every_n_steps=self._options.read_interval(self._progress.expected_steps),
@@ -191,6 +198,7 @@ class TrainingLoop:
             # Any replica may ask to stop; a replica that stopped alone would leave the others waiting.
             progress.should_stop = any(replica.all_gather(progress.should_stop))
         progress.validated_batches = 0
+        progress.batches_per_epoch = self._batches_per_epoch
         progress.epoch += 1
         # Before the listeners: their checkpoint must begin with the next epoch, not at the end of this one.
         self._loader.finish_epoch()
