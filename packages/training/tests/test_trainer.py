@@ -169,6 +169,29 @@ def test_tied_weights_and_buffers_return_to_the_host(devices: int) -> None:
 
 
 @REPLICAS
+def test_a_module_with_extra_state_returns_to_the_host(devices: int) -> None:
+    class Counts(_Validated):
+        batches = 0
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.batches += 1
+            return super().training_step(batch)
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"batches": self.batches}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.batches = state["batches"]
+
+    module, expected = Counts(), _Net()
+    _trainer(devices).fit(module, _data(8))
+    _trainer(devices).fit(expected, _data(8))
+    assert module.batches == 8 // devices
+    assert torch.equal(module.layer.weight, expected.layer.weight)
+    assert _trainer(devices).test(module, UNEVEN) == {"test_mean": 24 / 8}
+
+
+@REPLICAS
 def test_no_lent_attribute_is_left(devices: int) -> None:
     module = _Validated()
     before = set(vars(module))

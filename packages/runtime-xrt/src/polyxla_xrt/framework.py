@@ -82,7 +82,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     for warning in (*configuration.warnings, *unknown_variables(environ)):
         say_once(warning)
-    return requested_plan(configuration, environ).program_environment()
+    return requested_plan(configuration, environ).program_environment(environ)
 
 
 def apply_environment() -> None:

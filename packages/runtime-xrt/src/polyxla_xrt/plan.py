@@ -13,6 +13,7 @@ from polyxla_xrt import env
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.configuration import Configuration, read_configuration
 from polyxla_xrt.config.cores import all_cores, check_process_count, child_environment, child_world
+from polyxla_xrt.config.credentials import absolute_files
 from polyxla_xrt.config.workers import Worker
 
 THREADS_PER_DEVICE = 4
@@ -65,9 +66,10 @@ class NodePlan:
             address, job, own, kind, world.ordinal, world.world_size, world.ordinal, world.world_size
         )
 
-    def program_environment(self) -> dict[str, str]:
+    def program_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a process that drives all cores of this host itself."""
-        return _device_variables(self.cores) | _slice(len(self.devices), self.configuration.host_index)
+        host = self.configuration.host_index
+        return _device_variables(self.cores) | _slice(len(self.devices), host) | absolute_files(environ)
 
     def process_environments(
         self, environ: Mapping[str, str], address: str, job: str, mesh: str
@@ -83,7 +85,7 @@ class NodePlan:
         services = self._store(environ) | ({env.XRT_MESH_SERVICE_ADDRESS: mesh} if mesh else {})
         # `_device_variables(1)` overrides those in `program_environment`: a process drives one device, not
         # all of the host.
-        common = {**environ, **self.program_environment(), **_device_variables(1), **services}
+        common = {**environ, **self.program_environment(environ), **_device_variables(1), **services}
         return [
             _without_none(
                 common

@@ -36,7 +36,7 @@ def polyxla_environment(environ: Mapping[str, str], devices: tuple[int, ...]) ->
     if plan.address and not configuration.starts_service:
         # The check comes first, because importing torch_xla would delay the error by seconds.
         check_reachable(plan.address, environ)
-    return plan.program_environment()
+    return plan.program_environment(environ)
 
 
 @hookimpl

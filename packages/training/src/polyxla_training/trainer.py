@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyxla import UsageError, launch
-from polyxla.plugin import pip_install, say, say_once
+from polyxla.plugin import pip_install, say, say_once, tensors_in
 from polyxla_training.checkpoint.stop_signal import SIGNALLED, forward_signals
 from polyxla_training.lightning.callbacks import check_callbacks
 from polyxla_training.lightning.hooks import (
@@ -225,8 +225,8 @@ def _take_state(module: Any, state: Mapping[str, Any]) -> None:
             where=f"{type(module).__name__}.setup",
             fix="Make all layers in __init__ or in configure_model.",
         )
-    # A module on the meta device has nothing to copy into.
-    module.load_state_dict(state, assign=any(tensor.is_meta for tensor in module.state_dict().values()))
+    # A module on the meta device has nothing to copy into. The extra state of a module may be any object.
+    module.load_state_dict(state, assign=any(tensor.is_meta for tensor in tensors_in(module.state_dict())))
 
 
 # help(Trainer) includes the descriptions of the options, which are written once, in options.py.

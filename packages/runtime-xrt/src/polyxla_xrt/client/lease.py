@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from polyxla import PolyxlaError, UsageError
+from polyxla import UsageError
 from polyxla.plugin import printable, shared_secret, snapshot
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.job_owner import JobOwner
@@ -201,14 +201,15 @@ class Lease:
             left = deadline - time.monotonic()
             if left <= 0 or self._closed.is_set():
                 return False
-            self._connect(address)
             # One that serves another job must not keep this one from the others.
             self._request.wait_s = left if len(addresses) == 1 else min(left, TURN_S)
             try:
+                self._connect(address)
                 self._revive()
                 self._wait_for(self._request)
-            # A ValueError means that `close` has closed the channel.
-            except (PolyxlaError, ValueError) as error:
+            # Whatever fails, such as a token that cannot be read now, may succeed at the next attempt; and
+            # `close` may have closed the channel.
+            except Exception as error:
                 _log.info("no cores at %s: %s", address, error)
                 self._closed.wait(RETRY_S)
             else:

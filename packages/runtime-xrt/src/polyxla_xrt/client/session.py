@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import grpc
 import numpy as np
 
+from polyxla import UsageError
 from polyxla.plugin import say
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.engine.futures import when_all_are_done
@@ -101,6 +102,7 @@ class WorkerSession:
 
     Raises:
         WorkerError: the worker refuses this process.
+        UsageError: a file that the environment names cannot be used.
     """
 
     def __init__(
@@ -314,20 +316,30 @@ class WorkerSession:
 
     def _read(self) -> None:
         """Handle answers until the last session ends. Runs on the reader thread."""
-        loss = self._read_session()
-        while self._resuming and loss.code == Code.UNAVAILABLE and not self._is_closing:
-            try:
-                self._resume(loss)
-            except WorkerError as error:
-                loss = _Loss(error, Code.UNAVAILABLE)
-                break
-            loss = self._read_session()
+        try:
+            loss = self._read_sessions()
+        except Exception as error:
+            # Whatever it is: without this thread, no future would ever complete.
+            if not self._attached.done():
+                self._attached.set_exception(error)
+            loss = _Loss(_failed(self._channel, error), Code.INTERNAL)
         if not self._attached.done():
             self._attached.set_exception(loss.error)
         # A process that has said goodbye must not fail because another process dies after it.
         elif not self._is_closing:
             self._lose(loss.code, loss.error)
         self._cut()
+
+    def _read_sessions(self) -> _Loss:
+        """Handle answers until the last session ends; return why it did."""
+        loss = self._read_session()
+        while self._resuming and loss.code == Code.UNAVAILABLE and not self._is_closing:
+            try:
+                self._resume(loss)
+            except WorkerError as error:
+                return _Loss(error, Code.UNAVAILABLE)
+            loss = self._read_session()
+        return loss
 
     def _cut(self) -> None:
         """End the threads of gRPC that take commands, also of a session that only begins."""
@@ -425,11 +437,18 @@ class WorkerSession:
             WorkerError: there is none at the deadline; the error of the last attempt.
         """
         assert self._resuming
-        why = loss.error
+        why: WorkerError | UsageError = loss.error
         addresses = itertools.cycle((self._assignment.address, *self._resuming.spares))
         address, port = next(addresses), 0
         while (left := deadline - time.monotonic()) > 0 and not self._is_closing:
-            outbox = self._begin(address, port)
+            try:
+                outbox = self._begin(address, port)
+            except UsageError as error:
+                # A file of the credentials may be there again a moment later.
+                why, address, port = error, next(addresses), 0
+                self._channel.close()
+                time.sleep(RETRY_S)
+                continue
             # The worker may wait for the other replicas, and a connection may hang.
             timer = threading.Timer(left, self._call.cancel)
             timer.daemon = True
@@ -593,6 +612,14 @@ def uploads(number: int, type_: ArrayType, core: int, data: memoryview) -> Itera
 
 def _error(failure: pb.Failure) -> PjrtError:
     return PjrtError(failure.code, failure.message)
+
+
+def _failed(channel: WorkerChannel, error: Exception) -> WorkerLostError:
+    return WorkerLostError(
+        f"the session with {channel.where} failed: {type(error).__name__}: {error}",
+        where=channel.address,
+        fix="Start the job again; it can resume from a checkpoint.",
+    )
 
 
 def _ended(channel: WorkerChannel, why: str) -> WorkerLostError:

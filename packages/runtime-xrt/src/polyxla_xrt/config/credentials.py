@@ -16,11 +16,27 @@ from pathlib import Path
 
 from polyxla import UsageError
 from polyxla.plugin import private_directory, say_once, write_private
+from polyxla_xrt import env
+from polyxla_xrt.config.variables import find
 
 MIN_TOKEN_CHARS = 16
 """Minimum length of a token: shorter ones can be guessed."""
 _LISTENS = "0A"
 """The state of a listening socket. Source: ``TCP_LISTEN`` in Linux's include/net/tcp_states.h."""
+
+
+def absolute_files(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that name files of credentials, with absolute paths.
+
+    A script may change its directory, and a connection may be made again at any time.
+    """
+    names = (
+        env.POLYXLA_XRT_TOKEN_FILE,
+        env.POLYXLA_XRT_TLS_CA,
+        env.POLYXLA_XRT_TLS_CERT,
+        env.POLYXLA_XRT_TLS_KEY,
+    )
+    return {name: str(Path(file.text).absolute()) for name in names if (file := find(environ, name))}
 
 
 def read_file(path: Path, where: str) -> bytes:
