@@ -78,3 +78,53 @@ def test_what_is_used_once_stays() -> None:
     text = "HloModule line\nENTRY main {\nx0 = f32[4] parameter(0)\n" + "\n".join(lines)
     data = hlo_module_from_text(text + "\nROOT r = f32[4] abs(x20000)\n}").as_serialized_hlo_module_proto()
     assert fusion.bounded(data) is data
+
+
+LONG = "\n".join(f"v{step + 1} = f32[] negate(v{step})" for step in range(70))
+APPLIED = {
+    "reduce": (
+        f"""a = f32[] parameter(0) b = f32[] parameter(1) v0 = f32[] maximum(a, b) {LONG}
+        size = f32[] abs(v70) ROOT most = f32[] maximum(size, v70)""",
+        "ROOT r = f32[] reduce(x, zero), dimensions={0}, to_apply=applied",
+    ),
+    "sort": (
+        f"""a = f32[] parameter(0) b = f32[] parameter(1) v0 = f32[] subtract(a, b) {LONG}
+        size = f32[] abs(v70) none = f32[] constant(0) differ = pred[] compare(size, none), direction=GT
+        less = pred[] compare(v70, none), direction=LT ROOT both = pred[] and(differ, less)""",
+        "ROOT r = f32[100] sort(x), dimensions={0}, to_apply=applied",
+    ),
+}
+"""What a program applies to each element, in which a chain of cheap instructions has two users; and how."""
+
+
+@pytest.mark.parametrize("kind", APPLIED)
+def test_what_is_applied_to_each_element_stays(kind: str, computed: Computed) -> None:
+    applied, root = APPLIED[kind]
+    text = f"""HloModule applying
+applied {{ {applied} }}
+ENTRY main {{ x = f32[100] parameter(0) zero = f32[] constant(0) {root} }}"""
+    data = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    # With a call in it, XLA would end the process.
+    bounded = fusion.bounded(data)
+    assert bounded is data
+    numbers = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    (found,) = computed(bounded, [numbers])
+    np.testing.assert_array_equal(found, numbers.max() if kind == "reduce" else np.sort(numbers))
+
+
+def test_the_body_of_a_loop_is_bounded(computed: Computed) -> None:
+    steps = "\n".join(f"v{step + 1} = f32[4] negate(v{step})" for step in range(70))
+    text = f"""HloModule loop
+body {{ s = (s32[], f32[4]) parameter(0) i = s32[] get-tuple-element(s), index=0
+v0 = f32[4] get-tuple-element(s), index=1 {steps}
+size = f32[4] abs(v70) more = f32[4] add(size, v70)
+one = s32[] constant(1) j = s32[] add(i, one) ROOT t = (s32[], f32[4]) tuple(j, more) }}
+condition {{ s = (s32[], f32[4]) parameter(0) i = s32[] get-tuple-element(s), index=0
+n = s32[] constant(2) ROOT l = pred[] compare(i, n), direction=LT }}
+ENTRY main {{ x = f32[4] parameter(0) zero = s32[] constant(0) t = (s32[], f32[4]) tuple(zero, x)
+w = (s32[], f32[4]) while(t), condition=condition, body=body
+ROOT r = f32[4] get-tuple-element(w), index=1 }}"""
+    bounded = fusion.bounded(hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    assert any(each.opcode == "call" for each in hlo.instructions(bounded))
+    (found,) = computed(bounded, [np.array([1, -1, 2, 0], np.float32)])
+    np.testing.assert_array_equal(found, [4, 0, 8, 0])

@@ -38,6 +38,8 @@ _FUSED = _COMPUTED_ONCE | frozenset(
 )
 """Instructions that the compiler puts into the loops of their users.
 Source: ``CanBeLoopFused`` in xla/service/cpu/cpu_instruction_fusion.cc."""
+_RUN_ONCE = ("call", "conditional", "while")
+"""Instructions that run what they call as a part of the program, and not for each element of an array."""
 
 
 def bounded(module: bytes) -> bytes:
@@ -50,14 +52,28 @@ def bounded(module: bytes) -> bytes:
         The program; `module` itself if nothing is long enough.
     """
     parsed = hlo.parse_module(module)
-    calls = _Calls(parsed)
+    calls, applied = _Calls(parsed), _applied(parsed)
     for computation in parsed.computations:
-        if len(computation.instructions) > LIMIT:
+        if len(computation.instructions) > LIMIT and computation.id not in applied:
             _bound(computation, calls)
     if not calls.called:
         return module
     hlo.add_called(parsed, calls.called.values())
     return parsed.SerializeToString()
+
+
+def _applied(module: Module) -> set[int]:
+    """Return the computations that run for each element of an array, such as those of a reduce or a sort.
+
+    The compiler makes a loop of them, too, and ends the process if there is a call in one.
+    """
+    found: set[int] = set()
+    # A module lists each computation after those that it calls.
+    for computation in reversed(module.computations):
+        for instruction in computation.instructions:
+            if computation.id in found or instruction.opcode not in _RUN_ONCE:
+                found.update(instruction.called_computation_ids)
+    return found
 
 
 class _Calls:
