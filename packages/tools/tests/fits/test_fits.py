@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from polyxla import UsageError
-from polyxla.plugin import GENERATIONS
+from polyxla.plugin import GENERATIONS, AcceleratorType
 from polyxla_bridge.libtpu.topology import EMULATED_GENERATIONS
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto
@@ -30,7 +30,7 @@ from polyxla_tools.fits.command import (
     with_batch_size,
 )
 from polyxla_tools.fits.compile_process import Cost
-from polyxla_tools.fits.compiling import CompileResult, fatal_line, memory_peaks
+from polyxla_tools.fits.compiling import CompileProcess, CompileResult, MemoryPeak, fatal_line, memory_peaks
 from polyxla_tools.fits.emulated_run import EmulatedRun, ScriptFailedError
 from polyxla_tools.fits.report import CheckedProgram, CheckedScript
 from polyxla_tools.fits.target import TORCH_TPU, TORCH_XLA, Framework, TargetTpu, installed_framework
@@ -96,7 +96,21 @@ def test_several_slices_have_the_topology_of_each() -> None:
 def test_torch_tpu_compiles_for_tpu7x() -> None:
     target = TargetTpu.parse("tpu7x-8", TORCH_TPU)
     assert (target.topology, target.accelerator.devices) == ("tpu7x:2x2x1", 8)
-    assert target.memory_bytes == 96 << 30
+    assert report.binary(target.memory_bytes) == "94.7GiB"
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_libtpu_keeps_some_of_the_memory_to_itself(generation: str) -> None:
+    nominal = EMULATED_GENERATIONS[generation].memory_gib << 30
+    assert 0.9 * nominal < TargetTpu(AcceleratorType.parse(f"{generation}-8", "test")).memory_bytes <= nominal
+
+
+def test_arrays_that_fill_what_libtpu_keeps_do_not_fit(tmp_path: Path) -> None:
+    program = checked(CompileResult(1.0, COST), tmp_path)
+    script = CheckedScript([program], [MemoryPeak(0, program.program, int(15.6 * 2**30), int(0.3 * 2**30))])
+    assert not script.fits(V5E)
+    lines = "\n".join(report.as_text(V5E, "0.0.52", script))
+    assert "does not fit: 15.9GiB are needed, and a device has 15.8GiB, while train.py:7 runs:" in lines
 
 
 def test_the_cores_of_a_v4_chip_are_one_device() -> None:
@@ -178,11 +192,11 @@ def test_donated_memory_counts_once() -> None:
 def test_the_text_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     lines = list(report.as_text(V5E, "0.0.21", one_program(tmp_path)))
     assert lines == [
-        "v5litepod-8: 8 devices with 16GiB of HBM each (compiled by libtpu 0.0.21)",
+        "v5litepod-8: 8 devices with 15.8GiB of HBM each (compiled by libtpu 0.0.21)",
         "     HBM     args  outputs    temps     code    FLOPs    bytes at least  compile",
         "train.py:7, executed 10 times",
         "    5GiB     1GiB     2GiB     2GiB     1MiB     197T     400G       1s    12.3s",
-        "fits: at most 6GiB of 16GiB are needed on each device, while train.py:7 runs:",
+        "fits: at most 6GiB of 15.8GiB are needed on each device, while train.py:7 runs:",
         "2GiB of arrays, and 4GiB for the program's results, temporary arrays and code",
     ]
     assert max(map(len, lines)) <= 80
@@ -191,7 +205,7 @@ def test_the_text_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
 def test_the_json_has_the_numbers_of_each_program(tmp_path: Path) -> None:
     document = report.as_json(V5E, "0.0.21", one_program(tmp_path))
     assert json.loads(json.dumps(document)) == document
-    assert (document["fits"], document["hbm_bytes"], document["devices"]) == (True, 16 << 30, 8)
+    assert (document["fits"], document["hbm_bytes"], document["devices"]) == (True, V5E.memory_bytes, 8)
     (program,) = document["programs"]
     assert (program["line"], program["hbm_bytes"], program["flops"]) == (
         "train.py:7",
@@ -241,7 +255,7 @@ def test_arrays_and_program_may_be_too_large_together(tmp_path: Path) -> None:
     script = CheckedScript([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
     assert script.is_too_large(V5E)
     assert list(report.as_text(V5E, "0.0.21", script))[-2:] == [
-        "does not fit: 19GiB are needed, and a device has 16GiB, while train.py:7 runs:",
+        "does not fit: 19GiB are needed, and a device has 15.8GiB, while train.py:7 runs:",
         "15GiB of arrays, and 4GiB for the program's results, temporary arrays and code",
     ]
     document = report.as_json(V5E, "0.0.21", script)
@@ -255,7 +269,7 @@ def test_the_device_that_needs_most_is_named(tmp_path: Path) -> None:
     program = alive(checked(CompileResult(1.0, COST), tmp_path), d0=less, d1=more)
     script = CheckedScript([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
     *_, line, _ = report.as_text(V5E, "0.0.21", script)
-    assert line == "fits: at most 6GiB of 16GiB are needed on device 1, while train.py:7 runs:"
+    assert line == "fits: at most 6GiB of 15.8GiB are needed on device 1, while train.py:7 runs:"
 
 
 def test_a_program_of_one_operation_is_named_after_it(tmp_path: Path) -> None:
@@ -284,13 +298,13 @@ def test_only_the_largest_programs_are_listed(tmp_path: Path) -> None:
         ),
         (
             TOO_LARGE_AN_ARRAY,
-            "an array of the program, f32[10000000,1024], needs 38.1GiB of HBM, and a device has 16GiB",
+            "an array of the program, f32[10000000,1024], needs 38.1GiB of HBM, and a device has 15.8GiB",
         ),
         (
             NEWER_OUT_OF_MEMORY,
             "the program needs 40.53GiB of HBM, and a device has 15.75GiB for programs",
         ),
-        ("another text", "the program needs more HBM than a device has (16GiB)"),
+        ("another text", "the program needs more HBM than a device has (15.8GiB)"),
     ],
 )
 def test_a_program_that_is_too_large_is_one_sentence(error: str, expected: str, tmp_path: Path) -> None:
@@ -304,7 +318,7 @@ def test_a_program_that_compiles_may_be_too_large(tmp_path: Path) -> None:
     large = dataclasses.replace(COST, output_bytes=COST.alias_bytes + (20 << 30))
     found = CheckedScript([checked(CompileResult(1.0, large, is_too_large=True), tmp_path)])
     *_, last = report.as_text(V5E, "0.0.21", found)
-    needs = f"the program needs {report.binary(large.total_bytes)} of HBM, and a device has 16GiB"
+    needs = f"the program needs {report.binary(large.total_bytes)} of HBM, and a device has 15.8GiB"
     arguments = report.binary(COST.argument_bytes)
     assert last == f"train.py:7: {needs}: its arguments need {arguments}, its results 20GiB more"
     assert report.as_json(V5E, "0.0.21", found)["fits"] is False
@@ -321,6 +335,24 @@ def test_an_operation_that_does_not_compile_is_named(tmp_path: Path) -> None:
     assert found.problem(V5E) == (
         f"train.py:7: libtpu does not compile the program (reduce-scatter.33): {error}"
     )
+
+
+def test_the_second_abort_has_its_own_reason(tmp_path: Path) -> None:
+    code = """
+import os, sys
+print('{"devices": 1}', flush=True)
+name = sys.stdin.readline().split('"')[1]
+sys.stderr.write(f"F1123 05:22:07.685228 10092 file.cc:89] Check failed: {name}\\n" + "at a line\\n" * 3)
+sys.stderr.flush()
+os.abort()
+"""
+    with CompileProcess(tmp_path / "libtpu.so", V5E, {}) as process:
+        # A stand-in for libtpu's process, which no program ends twice.
+        process._command = [sys.executable, "-c", code]
+        for name in ("first", "second"):
+            program = CollectedProgram("f", "one", None, None, 1, 1, tmp_path / name, tmp_path / "options")
+            error = process.compile(program, 60.0).error
+            assert error == f"libtpu's process was ended by SIGABRT: Check failed: {tmp_path / name}"
 
 
 def test_the_reason_of_an_abort_is_found_in_the_log() -> None:

@@ -148,7 +148,8 @@ class CompileProcess:
 
     def _start(self) -> None:
         # The log of an earlier process must not explain the end of this one.
-        self._errors.truncate(0)
+        self._errors.seek(0)
+        self._errors.truncate()
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,

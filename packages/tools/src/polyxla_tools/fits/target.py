@@ -15,7 +15,6 @@ from polyxla.plugin import (
     LibtpuReleases,
     pip_install,
 )
-from polyxla_bridge.libtpu.topology import EMULATED_GENERATIONS
 from polyxla_bridge.plugin_client.plugin import Option
 from polyxla_tools.fits.compile_process import Cost
 
@@ -23,6 +22,20 @@ _MEGACORE = ("v4",)
 """Generations with two cores that form one device only if an option asks libtpu for it.
 
 Source: tried with libtpu 0.0.21 and 0.0.52, which have 8 devices for v4:2x2x1 without it.
+"""
+_MEMORY_GIB = {
+    "v2": 7.48,
+    "v3": 15.48,
+    "v4": 30.75,
+    "v5e": 15.75,
+    "v5p": 95.0,
+    "v6e": 31.24,
+    "v7x": 94.74,
+}
+"""HBM of a device that is left to programs, in GiB; libtpu takes the rest.
+
+Source: the limits in the errors of libtpu 0.0.21 and 0.0.52 about programs that are too large. That of v5p is
+    95.73 GiB, more than Cloud TPU's documentation says the chip has.
 """
 _NAMES = {"v7x": "tpu7x"}
 """What libtpu calls a generation, if not by its short name. Source: tried with libtpu 0.0.52."""
@@ -157,8 +170,8 @@ class TargetTpu:
 
     @property
     def memory_bytes(self) -> int:
-        """HBM of a device: of a chip, and on v2, v3 and tpu7x of one of its two cores."""
-        return EMULATED_GENERATIONS[self.accelerator.generation].memory_gib << 30
+        """HBM for programs of a device: of a chip, and on v2, v3 and tpu7x of one of its two cores."""
+        return int(_MEMORY_GIB[self.accelerator.generation] * 2**30)
 
     def estimate_s(self, cost: Cost) -> float | None:
         """Return the shortest time that a program can take on a device, in seconds; None if it is not known.
