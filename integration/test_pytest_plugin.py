@@ -51,7 +51,10 @@ def test_a_test_has_the_outcome_of_its_replicas(
     outcomes = re.findall(r"^(PASSED|FAILED|ERROR|XFAIL) \S+::test_(\w+)", done.stdout, re.MULTILINE)
     found = {outcome: [name for result, name in outcomes if result == outcome] for outcome, _ in outcomes}
     assert {outcome: sorted(names) for outcome, names in found.items()} == {
-        "PASSED": ["passes_as_a_method", "passes_with_a_warning", "passes_with_its_fixtures"],
+        "PASSED": [
+            *("passes_as_a_method", "passes_with_a_url", "passes_with_a_warning"),
+            "passes_with_its_fixtures",
+        ],
         "FAILED": [
             *("fails_as_a_method", "fails_because_one_dies", "fails_by_its_mark", "fails_on_both"),
             *("fails_on_one", "fails_on_one"),

@@ -30,6 +30,12 @@ def test_passes_with_a_warning(replica: Replica) -> None:
     warnings.warn("be careful", FutureWarning, stacklevel=1)
 
 
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("url", ["https://host/./file"])
+def test_passes_with_a_url(replica: Replica, url: str) -> None:
+    assert url == "https://host/./file"
+
+
 class TestMethods(unittest.TestCase):
     @pytest.fixture(autouse=True)
     def _take(self, replica: Replica) -> None:

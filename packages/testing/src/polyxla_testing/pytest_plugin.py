@@ -173,6 +173,7 @@ def _is_launched(item: pytest.Item) -> bool:
 
 def _test_of(item: pytest.Function, folder: str) -> ReplicaTest:
     config = item.config
+    file, separator, test = item.nodeid.partition("::")
     given = vars(config.option)
     shared = {
         name: value
@@ -185,7 +186,8 @@ def _test_of(item: pytest.Function, folder: str) -> ReplicaTest:
         "inifilename": str(config.inipath) if config.inipath else None,
     }
     return ReplicaTest(
-        node=str(config.rootpath / item.nodeid),
+        # Only the file is a path: a parameter, such as a URL, may contain what a path would lose.
+        node=f"{config.rootpath / file}{separator}{test}",
         options={**shared, **where},
         plugins=tuple(given.get("plugins", ())),
         markers=tuple(config.getini("markers")),
