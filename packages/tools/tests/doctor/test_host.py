@@ -124,6 +124,15 @@ def test_a_directory_that_does_not_exist_has_its_parents_space(places: HostPaths
     assert 0 < space.free <= space.total
 
 
+def test_a_directory_below_a_closed_one_has_the_space_above_it(places: HostPaths, tmp_path: Path) -> None:
+    # As the home of root, in an image that says HOME=/root and runs as another user.
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    (closed / "cache").mkdir()
+    (space,) = gathered_as_nobody(replace(places, disks=(closed / "cache", closed)), tmp_path).disks
+    assert space.paths == (str(closed),)
+
+
 def test_a_full_disk_is_named(places: HostPaths) -> None:
     host = replace(gather_host(places), disks=(Space(("/data",), 10 << 30, 100 << 20),))
     (found,) = check_disks(host)
@@ -193,6 +202,24 @@ class TestMemory:
         memory = read_memory(tmp_path, tmp_path / "groups")
         assert memory == HostMemory(2 << 30, 3 << 29, is_limited=True)
         (job / "memory.max").write_text("max\n")
+        assert read_memory(tmp_path, tmp_path / "groups") == HostMemory(8 << 30, 4 << 30)
+
+    def test_the_first_version_of_control_groups_has_limits_too(self, tmp_path: Path) -> None:
+        (tmp_path / "self").mkdir()
+        (tmp_path / "meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n")
+        (tmp_path / "self" / "cgroup").write_text(
+            "12:cpu,cpuacct:/docker/0123\n4:memory:/docker/0123\n1:name=systemd:/docker/0123\n0::/\n"
+        )
+        # In a container, its own group is mounted at the place of all.
+        group = tmp_path / "groups" / "memory"
+        group.mkdir(parents=True)
+        (group / "memory.limit_in_bytes").write_text(f"{2 << 30}\n")
+        (group / "memory.usage_in_bytes").write_text(f"{1 << 30}\n")
+        (group / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {512 << 20}\n")
+        limited = HostMemory(2 << 30, 3 << 29, is_limited=True)
+        assert read_memory(tmp_path, tmp_path / "groups") == limited
+        # What the kernel writes for no limit.
+        (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
         assert read_memory(tmp_path, tmp_path / "groups") == HostMemory(8 << 30, 4 << 30)
 
     def test_a_kernel_that_lists_none_is_no_error(self, tmp_path: Path) -> None:

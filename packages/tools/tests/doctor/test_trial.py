@@ -10,6 +10,7 @@ import pytest
 from polyxla.plugin import from_environ
 from polyxla_testing import PluginInstaller
 from polyxla_testing.processes import wait_until
+from polyxla_tools.doctor import trial
 from polyxla_tools.doctor.findings import Status
 from polyxla_tools.doctor.runtimes import RuntimeFacts, gather_runtimes
 from polyxla_tools.doctor.trial import TrialPlan, TrialResult, check_trial, plan_trial, run_trial
@@ -139,6 +140,14 @@ def test_a_process_that_crashes_before_python_answers_is_a_problem(
     outcome = run_trial(with_plugins(cpu, install_plugin), TrialPlan("pjrt", (0, 1)), TIMEOUT_S)
     assert outcome.error
     assert outcome.error.startswith("its process was ended by SIGABRT")
+
+
+def test_a_disk_that_is_full_is_the_trials_reason(tmp_path: Path) -> None:
+    # A trial that finds no space leaves a file without content.
+    answer, log = tmp_path / "answer", tmp_path / "log"
+    answer.touch()
+    log.write_text("OSError: [Errno 28] No space left on device\n")
+    assert trial._outcome(TrialPlan("pjrt", (0,)), answer, log, 1).error == log.read_text().strip()
 
 
 def test_a_wrong_sum_is_a_problem() -> None:

@@ -159,6 +159,17 @@ def test_another_users_directory_is_refused(machine: Machine) -> None:
     assert machine.run("warm", "on").returncode == 2
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_directory_in_another_users_is_none(tmp_path: Path) -> None:
+    # As sudo leaves XDG_RUNTIME_DIR.
+    (tmp_path / "closed").mkdir(mode=0o700)
+    os.seteuid(65534)
+    try:
+        assert find_sockets({"XDG_RUNTIME_DIR": str(tmp_path / "closed")}) == []
+    finally:
+        os.seteuid(0)
+
+
 @pytest.mark.parametrize("kind", ["open", "link"])
 def test_a_directory_that_is_not_private_is_refused(machine: Machine, tmp_path: Path, kind: str) -> None:
     if kind == "open":

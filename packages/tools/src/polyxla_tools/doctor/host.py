@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import platform
@@ -62,26 +63,57 @@ def read_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None
     if "MemTotal" not in found or "MemAvailable" not in found:
         return None
     memory = HostMemory(int(found["MemTotal"]) << 10, int(found["MemAvailable"]) << 10)
-    for group in _groups(proc, cgroups):
-        memory = _limited(memory, group)
+    for version in (_V2, _V1):
+        for group in _groups(proc, cgroups, version):
+            memory = _limited(memory, group, version)
     return memory
 
 
-def _groups(proc: Path, cgroups: Path) -> list[Path]:
+@dataclass(frozen=True)
+class _Cgroups:
+    """A version of the kernel's control groups.
+
+    Attributes:
+        line: a pattern of the process's line in ``/proc/self/cgroup``.
+        mounted: where the groups with limits of memory are, below the mount point of all.
+        limit: the file with a group's limit, in bytes.
+        used: the file with what it uses, in bytes.
+        cached: the number of ``memory.stat`` with the files that the kernel drops first, in bytes.
+    """
+
+    line: str
+    mounted: str
+    limit: str
+    used: str
+    cached: str
+
+
+_V2 = _Cgroups(r"^0::/(.*)$", "", "memory.max", "memory.current", "inactive_file")
+_V1 = _Cgroups(
+    r"^\d+:(?:[\w,]+,)?memory(?:,[\w,]+)?:/(.*)$",
+    "memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+)
+
+
+def _groups(proc: Path, cgroups: Path, version: _Cgroups) -> list[Path]:
     """Return the control group of this process and its parents: each of them may have a limit."""
+    root = cgroups / version.mounted
     # In a container, the mounted root is the process's own group.
-    found = re.search(r"^0::/(.*)$", _text(proc / "self" / "cgroup"), re.MULTILINE)
-    own = cgroups / (found[1] if found else "")
-    return [own, *(group for group in own.parents if group.is_relative_to(cgroups))]
+    found = re.search(version.line, _text(proc / "self" / "cgroup"), re.MULTILINE)
+    own = root / (found[1] if found else "")
+    return [own, *(group for group in own.parents if group.is_relative_to(root))]
 
 
-def _limited(memory: HostMemory, group: Path) -> HostMemory:
-    limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
-    # Without a limit, the file contains `max`; the root group has no such file.
+def _limited(memory: HostMemory, group: Path, version: _Cgroups) -> HostMemory:
+    limit, used = _text(group / version.limit).strip(), _text(group / version.used).strip()
+    # Without a limit, the file contains `max`, or more than any machine has; the root group may have none.
     if not limit.isdecimal() or not used.isdecimal():
         return memory
     # The kernel drops cached files before it refuses memory, so they count as free.
-    cached = re.search(r"^inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    cached = re.search(rf"^{version.cached} (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     left = max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
     is_less = int(limit) < memory.total
     return HostMemory(
@@ -276,11 +308,16 @@ def _access(path: Path) -> Access | None:
 
 def _disks(paths: Sequence[Path]) -> tuple[Space, ...]:
     """Return the file systems of directories, or of their nearest parents that exist."""
-    there = (next(parent for parent in (path, *path.parents, Path("/")) if parent.exists()) for path in paths)
     # Directories on one file system share its space, so it is listed and checked once.
     found: dict[int, list[Path]] = {}
-    for path in dict.fromkeys(there):
-        found.setdefault(path.stat().st_dev, []).append(path)
+    for path in paths:
+        for parent in (path, *path.parents, Path("/")):
+            # What another user has closed is as good as not there.
+            with contextlib.suppress(OSError):
+                same = found.setdefault(parent.stat().st_dev, [])
+                if parent not in same:
+                    same.append(parent)
+                break
     spaces = ((_space(same[0]), same) for same in found.values())
     return tuple(replace(space, paths=tuple(map(str, same))) for space, same in spaces if space)
 

@@ -152,7 +152,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _outcome(plan: TrialPlan, answer: Path, log: Path, code: int) -> TrialResult:
-    found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
+    found: dict[str, Any] = {}
+    # On a full disk there may be a file without its content.
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(answer.read_text())
     if code == 0 and "replicas" in found:
         return TrialResult(plan, tuple(found["replicas"]))
     if code < 0:

@@ -58,7 +58,7 @@ def run_program(command: Sequence[str], environ: Mapping[str, str]) -> None:
     first = _program_directory(command[3:])
     # Python puts the program's directory first in the path, unless `-P` or PYTHONSAFEPATH forbids it.
     own_path = [] if sys.flags.safe_path else [first]
-    if found := _fork(_request("program", environ, command=list(command), own_path=own_path), environ):
+    if found := _fork("program", environ, command=list(command), own_path=own_path):
         follow(found[0])
 
 
@@ -66,8 +66,7 @@ def fork_server(
     control: socket.socket, environ: Mapping[str, str], preload: Sequence[str]
 ) -> WarmProcess | None:
     """Return a fork of a warm process that serves `control`; None if none fits."""
-    request = _request("fork_server", environ, preload=list(preload), own_path=sys.path)
-    found = _fork(request, environ, control.fileno())
+    found = _fork("fork_server", environ, control.fileno(), preload=list(preload), own_path=sys.path)
     return WarmProcess(*found) if found else None
 
 
@@ -113,13 +112,18 @@ def _request(kind: str, environ: Mapping[str, str], **more: Any) -> Message:
     }
 
 
-def _fork(request: Message, environ: Mapping[str, str], *more: int) -> tuple[socket.socket, int] | None:
+def _fork(
+    kind: str, environ: Mapping[str, str], *descriptors: int, **more: Any
+) -> tuple[socket.socket, int] | None:
     """Return the connection to a warm process and the process id of its fork; None to start cold."""
     try:
         found = find_sockets(environ)
     except UsageError as error:
         say(f"{error} This start is cold.")
         return None
+    if not found:
+        return None
+    request = _request(kind, environ, **more)
     reasons = []
     for path in found:
         connection = _connect(path)
@@ -130,7 +134,7 @@ def _fork(request: Message, environ: Mapping[str, str], *more: int) -> tuple[soc
         elif answer["refused"]:
             renews = "; it renews itself" if answer["is_stale"] else ""
             reasons.append(f"{answer['refused']}{renews}")
-        elif started := _start(connection, [*request["descriptors"], *more]):
+        elif started := _start(connection, [*request["descriptors"], *descriptors]):
             return connection, started
         if connection:
             connection.close()

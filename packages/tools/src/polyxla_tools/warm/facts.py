@@ -155,5 +155,9 @@ def _signals() -> list[signal.Signals]:
 
 def _umask() -> int:
     # `os.umask` can only be read by setting it, which other threads would notice.
-    text = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("Umask:")), 8)
+    for line in (_read("status") or "").splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    # Not all sandboxes list it.
+    os.umask(mask := os.umask(0o077))
+    return mask

@@ -48,10 +48,11 @@ def find_sockets(environ: Mapping[str, str]) -> list[Path]:
         UsageError: the directory is not private.
     """
     directory = socket_directory(environ)
-    # A link to nothing does not exist either, but must be refused as any other link.
-    if not directory.is_symlink() and not directory.exists():
+    try:
+        _check_private(directory)
+    except OSError:
+        # There is none, or it is in a directory of another user's, as sudo leaves it in the environment.
         return []
-    _check_private(directory)
     found = directory.glob(f"{_interpreter()}-*")
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
 
@@ -93,6 +94,7 @@ def _check_private(directory: Path) -> None:
 
     Raises:
         UsageError: it is not private.
+        OSError: there is none, or it cannot be seen.
     """
     # Another user may have made the directory first, in /tmp, to serve processes with this user's
     # environment.
