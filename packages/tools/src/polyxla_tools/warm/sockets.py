@@ -51,7 +51,7 @@ def find_sockets(environ: Mapping[str, str]) -> list[Path]:
     try:
         _check_private(directory)
     except OSError:
-        # There is none, or it is in a directory of another user's, as sudo leaves it in the environment.
+        # It does not exist, or it is in another user's directory, which sudo leaves in the environment.
         return []
     found = directory.glob(f"{_interpreter()}-*")
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
@@ -94,7 +94,7 @@ def _check_private(directory: Path) -> None:
 
     Raises:
         UsageError: it is not private.
-        OSError: there is none, or it cannot be seen.
+        OSError: it does not exist, or cannot be seen.
     """
     # Another user may have made the directory first, in /tmp, to serve processes with this user's
     # environment.
