@@ -12,6 +12,7 @@ import torch
 from polyxla import Replica, UsageError, hookimpl
 from polyxla_testing import PluginInstaller
 from polyxla_training import CheckpointFolder, EarlyStopping, Trainer, load
+from polyxla_training.observe import read_run
 from polyxla_training.options import Fit
 
 REPLICAS = pytest.mark.parametrize("devices", [1, 4], ids=["1-replica", "4-replicas"])
@@ -166,6 +167,38 @@ def test_a_validation_within_an_epoch_may_be_the_best_and_may_stop() -> None:
     assert (state["epoch"], state["data"]["batches"]) == (1, 2)
     assert trainer.outcome is not None
     assert (trainer.outcome.epochs, trainer.outcome.steps) == (2, 10)
+
+
+@REPLICAS
+@pytest.mark.parametrize("options", [{}, {"rank_zero_only": True}], ids=["by-all", "by-the-first"])
+def test_a_metric_that_is_hidden_from_logs_is_monitored(
+    devices: int, options: dict[str, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Hidden(_Net):
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.log("val_loss", self.values[self.trainer.global_step - 1], logger=False, **options)
+
+    trainer = _trainer(
+        devices,
+        callbacks=[EarlyStopping("val_loss", patience=2)],
+        checkpoint_dir="saved",
+        monitor="val_loss",
+        val_check_interval=1,
+        log_dir="logs",
+        loggers=["csv"],
+        progress=True,
+    )
+    trainer.fit(Hidden([5, 4, 3, 9, 9]), [torch.ones(1, 1)] * 2 * devices, VALIDATION)
+    best = CheckpointFolder("saved").best()
+    assert best is not None
+    assert best.step == 3
+    assert trainer.outcome is not None
+    assert trainer.outcome.stopped.startswith("EarlyStopping: val_loss has not been better than 3 ")
+    assert "val_loss" not in Path("logs/metrics.csv").read_text()
+    said = capsys.readouterr().err
+    assert "val_loss" not in said.replace(trainer.outcome.stopped, "")
+    assert "metrics, step" not in said
+    assert "metrics" not in {event["event"] for event in read_run(Path("logs"))}
 
 
 @pytest.mark.parametrize("kind", ["callback", "checkpoint"])

@@ -249,7 +249,7 @@ def test_a_value_for_the_epoch_only_is_no_value_of_the_step() -> None:
     assert _take(meter) == {"x": 1.0}
 
 
-def test_a_value_without_a_logger_is_returned_and_hidden_from_listeners() -> None:
+def test_a_value_without_a_logger_is_returned_and_not_shown() -> None:
     meter = MetricAccumulator()
     meter.start_batch(torch.zeros(2), is_training=True)
     meter.log_dict({"a": 1.0, "b": 2.0}, on_epoch=True, logger=False)
@@ -274,8 +274,9 @@ def test_a_value_of_the_first_replica_only() -> None:
     for ordinal, expected in ((0, {"x": 1.0}), (1, {})):
         meter = _on(ordinal)
         meter.start_batch(torch.zeros(2), is_training=True)
-        meter.log("x", 1.0, rank_zero_only=True)
+        meter.log("x", 1.0, rank_zero_only=True, logger=False)
         assert meter.latest == expected
+        assert meter.hidden == {"x"}, "all replicas receive its mean"
 
 
 def test_a_steps_value_is_combined_over_the_replicas_if_asked() -> None:

@@ -40,13 +40,16 @@ def polyxla_fit_started(replica: Replica, fit: Fit) -> None:
 
 
 @hookspec
-def polyxla_metrics_ready(replica: Replica, step: int, metrics: Mapping[str, float]) -> None:
+def polyxla_metrics_ready(
+    replica: Replica, step: int, metrics: Mapping[str, float], hidden: Mapping[str, float]
+) -> None:
     """Metrics of an epoch or a validation are computed over all replicas. Called in each replica.
 
     Args:
         replica: the replica that trains.
         step: number of updates so far.
-        metrics: means over all replicas' records, by name.
+        metrics: means over all replicas' records, by name; empty if all are hidden.
+        hidden: those that were logged with ``logger=False``: to be monitored, and not shown.
     """
 
 

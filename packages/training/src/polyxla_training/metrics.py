@@ -143,7 +143,7 @@ class MetricAccumulator:
 
     Attributes:
         latest: the values that the current step logged, by name.
-        hidden: names that were logged with ``logger=False``, which listeners do not receive.
+        hidden: names that were logged with ``logger=False``, which listeners do not show.
         batch_size: number of real records in the current batch, which is the weight of its values.
         valid: mask of its real records, bool ``[record]``; None if all are real.
         is_training: whether values belong to steps (True) or to an epoch (False), unless the call says so.
@@ -218,7 +218,8 @@ class MetricAccumulator:
             value: a number; a tensor of one element, or of one per record, which is reduced over the real
                 records; or a metric object such as torchmetrics'.
             prog_bar: show it, even with ``logger=False``. Progress shows all values that are not hidden.
-            logger: False hides it from progress and log files; `fit` returns it nevertheless.
+            logger: False hides it from progress and log files; `fit` returns it nevertheless, and it may be
+                monitored.
             on_step: report the step's value; default: in training only.
             on_epoch: report its reduction over the epoch and all replicas; default: only outside training.
             reduce_fx: ``mean``, weighted by `batch_size`, or ``min``, ``max`` or ``sum``.
@@ -238,11 +239,12 @@ class MetricAccumulator:
         running = self._running.get(name)
         kind = find_reduction(name, reduce_fx, running.kind if running else None)
         on_step, on_epoch = find_levels(name, self.is_training, on_step, on_epoch)
+        # In every replica: all of them receive the mean of a value that only the first logs.
+        if logger is False and not prog_bar:
+            self.hidden.add(name)
         # Checked after the arguments, so that a mistake in them is an error in every replica.
         if rank_zero_only and self._replica is not None and not self._replica.is_first:
             return
-        if logger is False and not prog_bar:
-            self.hidden.add(name)
         if callable(getattr(value, "compute", None)):
             self._log_object(name, value, on_step)
             return
@@ -320,7 +322,7 @@ class MetricAccumulator:
             self.log(name, value, *arguments, **options)
 
     def without_hidden(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that listeners receive."""
+        """Return the values that listeners show."""
         if not self.hidden:
             return dict(values)
         return {name: value for name, value in values.items() if name not in self.hidden}

@@ -68,10 +68,11 @@ class CheckpointListener:
             self._monitor.is_seen = self._monitor.name in state
 
     @hookimpl
-    def polyxla_metrics_ready(self, metrics: Mapping[str, float]) -> None:
+    def polyxla_metrics_ready(self, metrics: Mapping[str, float], hidden: Mapping[str, float]) -> None:
         """Decide whether the next checkpoint is the best."""
-        if self._monitor is not None and self._monitor.name in metrics:
-            self._is_best = self._monitor.improves(metrics[self._monitor.name])
+        found = {**metrics, **hidden}
+        if self._monitor is not None and self._monitor.name in found:
+            self._is_best = self._monitor.improves(found[self._monitor.name])
 
     @hookimpl
     def polyxla_validation_finished(self, replica: Replica) -> None:

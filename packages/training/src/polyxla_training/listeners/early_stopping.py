@@ -133,9 +133,9 @@ class EarlyStopping:
             self._stop()
 
     @hookimpl
-    def polyxla_metrics_ready(self, metrics: Mapping[str, float]) -> None:
+    def polyxla_metrics_ready(self, metrics: Mapping[str, float], hidden: Mapping[str, float]) -> None:
         """Count an evaluation, if it is one of this metric."""
-        value = metrics.get(self._monitor.name)
+        value = {**metrics, **hidden}.get(self._monitor.name)
         if value is None:
             return
         self.waited = 0 if self._monitor.improves(value) else self.waited + 1

@@ -91,7 +91,8 @@ class ScalarListener:
     @hookimpl
     def polyxla_metrics_ready(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write an evaluation's means."""
-        self.write(step, metrics)
+        if metrics:
+            self.write(step, metrics)
 
     @hookimpl
     def polyxla_replica_stopped(self, error: BaseException | None) -> None:

@@ -125,7 +125,7 @@ class ProgressListener:
         if self._bar:
             self._latest |= metrics
             self._bar.show(step, self._latest)
-        else:
+        elif metrics:
             self._line("metrics", step, metrics)
 
     @hookimpl

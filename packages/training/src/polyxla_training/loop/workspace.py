@@ -137,9 +137,11 @@ class Workspace:
         """Compute the means of what was logged, and pass them to the listeners. A collective."""
         means = self.metrics.take(self.replica)
         self.progress.means |= means
-        if shown := self.metrics.without_hidden(means):
+        if means:
+            shown = self.metrics.without_hidden(means)
+            hidden = {name: mean for name, mean in means.items() if name not in shown}
             self.replica.hook.polyxla_metrics_ready(
-                replica=self.replica, step=self.replica.steps, metrics=shown
+                replica=self.replica, step=self.replica.steps, metrics=shown, hidden=hidden
             )
 
     def finish(self) -> TrainerOutcome:

@@ -183,7 +183,8 @@ class Observer:
         # An evaluation has no steps; its time would make them look slow.
         self._throughput.exclude()
         self._logged_values.check(step, metrics)
-        self._write("metrics", step=step, values=dict(metrics))
+        if metrics:
+            self._write("metrics", step=step, values=dict(metrics))
         self._report_not_finite()
 
     @hookimpl(trylast=True)
