@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,17 @@ def test_the_ssh_command_asks_no_question_and_quotes_the_program() -> None:
     assert shlex.split(command[-1]) == PROGRAM
     assert transport.check_by_hand(1) == "ssh -J jump me@10.0.0.2 true"
     assert transport.addresses == ("a", "10.0.0.2")
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
+def test_ssh_gets_an_ipv6_address_without_the_brackets_of_a_url() -> None:
+    transport = SshTransport(Target(hosts=("me@[fd00::1]", "[fd00::2]")))
+    # With -G, ssh prints what it would connect to.
+    for host, address in enumerate(("fd00::1", "fd00::2")):
+        _, *options, _ = transport.command(host, PROGRAM)
+        done = subprocess.run(["ssh", "-G", *options], capture_output=True, text=True, timeout=60, check=True)
+        assert f"hostname {address}\n" in done.stdout
+    assert transport.addresses == ("fd00::1", "fd00::2")
 
 
 @pytest.mark.parametrize(

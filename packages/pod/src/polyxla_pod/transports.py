@@ -90,11 +90,15 @@ class SshTransport(Transport):
         """Return an ssh command that asks no question: it would be asked once for each host."""
         # With -T there is no terminal, which would mix both streams and change line ends.
         options = ["-T", "-o", "BatchMode=yes", *self._options]
-        return ["ssh", *options, self.hosts[host], shlex.join(program)]
+        return ["ssh", *options, self._name(host), shlex.join(program)]
 
     def check_by_hand(self, host: int) -> str:
         """Return ``ssh HOST true``."""
-        return shlex.join(["ssh", *self._options, self.hosts[host], "true"])
+        return shlex.join(["ssh", *self._options, self._name(host), "true"])
+
+    def _name(self, host: int) -> str:
+        # ssh would look for a host whose name has the brackets of an IPv6 address.
+        return re.sub(r"[\[\]]", "", self.hosts[host])
 
 
 class GcloudTransport(Transport):

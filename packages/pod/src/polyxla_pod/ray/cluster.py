@@ -179,9 +179,14 @@ def reserve(slice_: Slice) -> Any:
         strategy="STRICT_SPREAD",
         bundle_label_selector=[dict(host.labels) for host in slice_.hosts],
     )
-    # A group that waits would take the chips later, so it is removed.
-    if not group.wait(RESERVE_S):
-        remove_placement_group(group)
+    is_given = False
+    try:
+        is_given = group.wait(RESERVE_S)
+    finally:
+        # A group that waits would take the chips later, also for a driver that was interrupted.
+        if not is_given:
+            remove_placement_group(group)
+    if not is_given:
         raise UsageError(
             f"Ray did not give all chips of {slice_} within {RESERVE_S:g} s: other jobs hold some",
             where="the Ray cluster",
