@@ -67,6 +67,19 @@ def test_random_numbers_of_one_program_stay_different() -> None:
     assert opcodes(found.module).count("rng") == 4
 
 
+def test_random_numbers_of_called_computations_stay_different() -> None:
+    inner = (
+        "inner { a = f32[] parameter(0) b = f32[] constant(1) "
+        "ROOT u = f32[] rng(a, b), distribution=rng_uniform }"
+    )
+    body = (
+        "a = f32[] constant(0) u = f32[] call(a), to_apply=inner v = f32[] call(a), to_apply=inner "
+        "w = f32[] subtract(u, v) k = f32[] constant({}) y = f32[] multiply(w, k) "
+    )
+    found = merged([program(body.format(number) + SUM, f"{ADD}\n{inner}") for number in (2, 3)])
+    assert opcodes(found.module).count("call") == 4
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -83,6 +96,70 @@ def test_programs_with_other_collectives_are_refused(other: str) -> None:
         PjrtError, match=r"too different \(one\)|replica 1 all-reduce \(add\) of float32\[2\]\."
     ):
         merged([first, program(other)])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_result_that_only_one_program_computes_together_is_refused(is_first: bool) -> None:
+    modules = [program("y = f32[] parameter(0) " + root) for root in (SUM, "ROOT r = f32[] negate(y)")]
+    with pytest.raises(PjrtError, match="too different"):
+        merged(modules if is_first else modules[::-1])
+
+
+CALLING = {
+    "call": (
+        "inner { x = f32[2] parameter(0) ROOT y = f32[2] all-reduce(x), replica_groups={}, to_apply=add }",
+        "r = f32[2] call(y), to_apply=inner",
+    ),
+    "nested call": (
+        """deep { x = f32[2] parameter(0) ROOT y = f32[2] all-reduce(x), replica_groups={}, to_apply=add }
+        inner { x = f32[2] parameter(0) ROOT y = f32[2] call(x), to_apply=deep }""",
+        "r = f32[2] call(y), to_apply=inner",
+    ),
+    "conditional": (
+        """sum { x = f32[2] parameter(0) ROOT y = f32[2] all-reduce(x), replica_groups={}, to_apply=add }
+        same { x = f32[2] parameter(0) ROOT y = f32[2] copy(x) }""",
+        """p = pred[] constant(true)
+        r = f32[2] conditional(p, y, y), true_computation=sum, false_computation=same""",
+    ),
+    "while": (
+        """body { s = (s32[], f32[2]) parameter(0) i = s32[] get-tuple-element(s), index=0
+        x = f32[2] get-tuple-element(s), index=1 one = s32[] constant(1) j = s32[] add(i, one)
+        y = f32[2] all-reduce(x), replica_groups={}, to_apply=add ROOT t = (s32[], f32[2]) tuple(j, y) }
+        once { s = (s32[], f32[2]) parameter(0) i = s32[] get-tuple-element(s), index=0
+        one = s32[] constant(1) ROOT l = pred[] compare(i, one), direction=LT }""",
+        """z = s32[] constant(0) t = (s32[], f32[2]) tuple(z, y)
+        w = (s32[], f32[2]) while(t), condition=once, body=body r = f32[2] get-tuple-element(w), index=1""",
+    ),
+}
+"""How a program comes to a collective that is not among its own instructions: what it calls, and the call."""
+
+
+@pytest.mark.parametrize("kind", CALLING)
+def test_replicas_meet_in_what_their_programs_call(kind: str, open_engine: OpenEngine) -> None:
+    engine = open_engine(2)
+    called, call = CALLING[kind]
+    body = (
+        "x = f32[2] parameter(0) k = f32[] constant({}) b = f32[2] broadcast(k), dimensions={{}} "
+        f"y = f32[2] add(x, b) {call} ROOT both = (f32[2], f32[2]) tuple(r, y)"
+    )
+    results = []
+    for device, number, row in zip(engine.devices, (0, 100), ([1, 2], [10, 20]), strict=True):
+        one = engine.compile(program(body.format(number), f"{ADD}\n{called}"), OPTIONS)
+        results.append(engine.execute(one, device, [upload(engine, np.array(row, np.float32), device.index)]))
+    assert [[download(engine, argument).tolist() for argument in row] for row in results] == [
+        [[111, 122], [1, 2]],
+        [[111, 122], [110, 120]],
+    ]
+
+
+def test_called_collectives_that_differ_are_refused() -> None:
+    inner = (
+        "inner {{ x = f32[] parameter(0) k = f32[] constant({}) y = f32[] multiply(x, k) "
+        "ROOT r = f32[] all-reduce(y), replica_groups={{}}, to_apply=add }}"
+    )
+    body = "x = f32[] parameter(0) ROOT r = f32[] call(x), to_apply=inner"
+    with pytest.raises(PjrtError, match="too different"):
+        merged([program(body, f"{ADD}\n{inner.format(number)}") for number in (2, 3)])
 
 
 def test_results_of_other_shapes_are_refused() -> None:

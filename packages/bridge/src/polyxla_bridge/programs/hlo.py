@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from polyxla_bridge.abi import Code, width
@@ -253,6 +253,24 @@ def collectives(hlo: bytes) -> tuple[str, ...]:
 def is_collective(instruction: HloInstructionProto) -> bool:
     """Return whether an instruction waits for other replicas."""
     return _kind(instruction) in _COLLECTIVES
+
+
+def computations_with(module: HloModuleProto, has: Callable[[HloInstructionProto], bool]) -> set[int]:
+    """Return the computations that have an instruction of a kind, or call one that has.
+
+    Args:
+        module: their module.
+        has: returns whether an instruction is of that kind.
+    """
+    found: set[int] = set()
+    # A module lists each computation after those that it calls.
+    for computation in module.computations:
+        if any(
+            has(instruction) or not found.isdisjoint(instruction.called_computation_ids)
+            for instruction in computation.instructions
+        ):
+            found.add(computation.id)
+    return found
 
 
 def depends_on_replicas(hlo: bytes) -> bool:

@@ -11,6 +11,7 @@ import difflib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
@@ -23,7 +24,8 @@ from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
 U32 = 8
 """Element type of unsigned integers of 32 bits. Source: PrimitiveType in xla_data.proto."""
 STATEFUL = ("custom-call", "infeed", "outfeed", "recv", "rng", "rng-get-and-update-state", "send")
-"""Instructions that are never shared, because two with the same operands do different things."""
+"""Instructions that are never shared, because two with the same operands do different things. Nor is what
+calls one."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def merged(modules: Sequence[bytes]) -> MergedProgram:
     """Return a program that does on each replica what that replica's program does.
 
     It has the instructions of all programs; an instruction that is the same in several appears once. Where
-    the programs meet, in a collective, and for the results, the replica's number selects whose values count.
+    the programs meet, in a collective or what calls one, and for the results, the replica's number selects
+    whose values count.
 
     Args:
         modules: a serialised HloModuleProto for each replica.
@@ -77,6 +80,8 @@ class _Source:
         self._into = into
         self._numbers: dict[int, int] = {}
         self._called = into.add_computations(program)
+        self._meeting = hlo.computations_with(program, hlo.is_collective)
+        self._stateful = hlo.computations_with(program, lambda each: each.opcode in STATEFUL)
         entry = hlo.entry_of(program)
         # The root is a meeting too, wherever it is in the list: the results must be selected together.
         self.root_id = entry.root_id
@@ -89,15 +94,24 @@ class _Source:
 
     def advance(self) -> None:
         """Add the instructions before the next meeting."""
-        while self._left and not hlo.is_collective(self._left[-1]) and self._left[-1].id != self.root_id:
+        while self._left and not self.meets(self._left[-1]) and self._left[-1].id != self.root_id:
             one = self._left.pop()
             self._numbers[one.id] = self.number(one)
+
+    def meets(self, instruction: Instruction) -> bool:
+        """Return whether an instruction is a collective, or has one in what it calls, as a loop's body."""
+        return hlo.is_collective(instruction) or not self._meeting.isdisjoint(
+            instruction.called_computation_ids
+        )
 
     def number(self, instruction: Instruction) -> int:
         """Add an instruction, unless it is there; return its number."""
         if instruction.opcode == "parameter":
             return self._into.parameters[self.slots[instruction.parameter_number]].id
-        return self._into.add_shared(self.form(instruction))
+        form = self.form(instruction)
+        if form.opcode in STATEFUL or not self._stateful.isdisjoint(instruction.called_computation_ids):
+            return self._into.add(form).id
+        return self._into.add_shared(form)
 
     def form(self, instruction: Instruction) -> Instruction:
         """Return an instruction with the merged program's numbers, without its own name, id and metadata."""
@@ -157,7 +171,7 @@ class _Merging:
                 slots[number] = len(self.parameters)
                 made = Instruction(opcode="parameter", name="p", parameter_number=slots[number])
                 made.shape.CopyFrom(shape)
-                self.parameters.append(self._add(made))
+                self.parameters.append(self.add(made))
         return slots
 
     def add_computations(self, program: Module) -> dict[int, int]:
@@ -189,14 +203,13 @@ class _Merging:
 
     def add_shared(self, form: Instruction) -> int:
         """Add an instruction, unless there is one that computes the same; return its number."""
-        if form.opcode in STATEFUL:
-            return self._add(form).id
         key = form.SerializeToString(deterministic=True)
         if key not in self._known:
-            self._known[key] = self._add(form).id
+            self._known[key] = self.add(form).id
         return self._known[key]
 
-    def _add(self, instruction: Instruction) -> Instruction:
+    def add(self, instruction: Instruction) -> Instruction:
+        """Add an instruction, even if there is one that computes the same; return it with its number."""
         instruction.id = next(self._ids)
         instruction.name = f"{instruction.opcode}.{instruction.id}"
         self._entry.instructions.append(instruction)
@@ -204,16 +217,18 @@ class _Merging:
         return instruction
 
     def add_meeting(self, sources: Sequence[_Source]) -> None:
-        """Add what the programs do together: a collective, or their results."""
+        """Add what the programs do together: a collective, what calls one, or their results."""
         ones = [source.next for source in sources]
         present = [instruction for instruction in ones if instruction is not None]
-        roots = {
-            instruction.id == source.root_id for instruction, source in zip(present, sources, strict=False)
+        kinds = {
+            (instruction.id == source.root_id, source.meets(instruction))
+            for instruction, source in zip(present, sources, strict=False)
         }
         # Some programs have ended, or some are at their results while others are in a collective.
-        if len(present) < len(ones) or len(roots) > 1:
+        if len(present) < len(ones) or len(kinds) > 1:
             raise self._different()
-        if present[0].opcode == "tuple" or hlo.is_collective(present[0]):
+        ((is_root, meets),) = kinds
+        if meets or present[0].opcode == "tuple":
             forms = [source.form(instruction) for source, instruction in zip(sources, present, strict=True)]
             number = self._add_together(forms)
         else:
@@ -223,7 +238,7 @@ class _Merging:
             )
         for source in sources:
             source.leave(number)
-        if roots.pop():
+        if is_root:
             self._entry.root_id = number
 
     def _add_together(self, forms: Sequence[Instruction]) -> int:
@@ -234,7 +249,7 @@ class _Merging:
         together.CopyFrom(forms[0])
         rows = zip(*(form.operand_ids for form in forms), strict=True)
         together.operand_ids[:] = [self._select(row) for row in rows]
-        return self._add(together).id
+        return self.add(together).id
 
     def _select(self, values: Sequence[int]) -> int:
         """Return the number of an instruction that has, on each replica, the value of its own program."""
@@ -246,8 +261,15 @@ class _Merging:
 
     def _choose(self, replica: int, value: int, other: int) -> int:
         shape = self._shapes[value]
-        if shape.tuple_shapes or _key(shape) != _key(self._shapes[other]):
+        if _key(shape) != _key(self._shapes[other]):
             raise self._different()
+        if shape.element_type == hlo.TUPLE:
+            # A select takes no tuples.
+            elements = [
+                self._choose(replica, self._element(value, index), self._element(other, index))
+                for index in range(len(shape.tuple_shapes))
+            ]
+            return self.add_shared(_made("tuple", shape, *elements))
         scalar, flag = Shape(element_type=U32), Shape(element_type=hlo.PRED)
         constant = _made("constant", scalar)
         constant.literal.shape.CopyFrom(scalar)
@@ -263,6 +285,11 @@ class _Merging:
         wide.element_type = hlo.PRED
         everywhere = self.add_shared(_made("broadcast", wide, self.add_shared(same)))
         return self.add_shared(_made("select", shape, everywhere, value, other))
+
+    def _element(self, value: int, index: int) -> int:
+        element = _made("get-tuple-element", self._shapes[value].tuple_shapes[index], value)
+        element.tuple_index = index
+        return self.add_shared(element)
 
     def _different(self) -> PjrtError:
         meets = [hlo.meets(program.SerializeToString()) for program in self._programs]
@@ -303,8 +330,8 @@ def _made(opcode: str, shape: Shape, *operands: int) -> Instruction:
     return made
 
 
-def _key(shape: Shape) -> tuple[int, ...]:
-    return (shape.element_type, *shape.dimensions)
+def _key(shape: Shape) -> tuple[Any, ...]:
+    return (shape.element_type, *shape.dimensions, *map(_key, shape.tuple_shapes))
 
 
 def _without_operands(form: Instruction) -> bytes:
