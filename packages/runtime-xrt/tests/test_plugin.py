@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from polyxla.plugin import Claim, Setting
 from polyxla_xrt import env
-from polyxla_xrt.plugin import polyxla_discover_devices, polyxla_variables
+from polyxla_xrt.plugin import polyxla_discover_devices, polyxla_environment, polyxla_variables
 
 CONFIG = "tpu_worker;0;10.39.209.42:8470"
 MAP = {env.XRT_DEVICE_MAP: "TPU:0;/job:tpu_worker/replica:0/task:0/device:TPU:0"}
@@ -47,6 +49,18 @@ def test_why_torch_xla_cannot_be_imported_is_said_before_it_is(monkeypatch: pyte
     assert found.claim is Claim.CONFIGURED
     assert found.unavailable == "torch and torch_xla are not installed"
     assert "pip install 'torch==2.9.1' 'torch_xla==2.9.0'" in found.fix
+
+
+def test_a_script_that_changes_its_directory_finds_its_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {env.XRT_TPU_CONFIG: CONFIG, env.TPU_NUM_DEVICES: "1"}
+    files = {env.POLYXLA_XRT_TOKEN_FILE: "token", env.POLYXLA_XRT_TLS_CA: "/etc/worker.pem"}
+    found = polyxla_environment(given | files, (0,))
+    assert found[env.POLYXLA_XRT_TOKEN_FILE] == str(tmp_path / "token")
+    assert found[env.POLYXLA_XRT_TLS_CA] == "/etc/worker.pem"
+    assert env.POLYXLA_XRT_TLS_KEY not in found
 
 
 def test_without_a_configuration_discovery_shows_an_example() -> None:

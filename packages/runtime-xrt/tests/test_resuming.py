@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from polyxla.plugin import snapshot
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_testing.processes import wait_until
 from polyxla_xrt import env
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
@@ -268,6 +270,56 @@ def test_a_worker_that_stays_away_ends_the_job(
     with pytest.raises(PjrtError, match=gone):
         train(engine, 1000)
     assert time.monotonic() - started < 20
+
+
+def test_a_job_goes_on_once_its_token_can_be_read_again(
+    start_worker: Callable[..., Any],
+    connect: Callable[..., RemoteEngine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "polyxla.xrt")
+    own, token, away = tmp_path / "worker", tmp_path / "token", tmp_path / "away"
+    own.write_text("t" * 32)
+    token.write_text("t" * 32)
+    worker = start_worker("--devices", "1", "--token-file", str(own))
+    engine = connect(worker.address, **{env.POLYXLA_XRT_TOKEN_FILE: str(token)})
+    training = Training(engine)
+    training.step()
+    token.rename(away)
+    os.kill(worker.serving_pid, signal.SIGKILL)
+    wait_until(lambda: f"{token} cannot be read" in caplog.text, "an attempt without the token", WAIT_S)
+    away.rename(token)
+    training.step()
+    assert training.results() == train(engine, 2)
+
+
+def test_a_job_whose_token_is_gone_ends(
+    start_worker: Callable[..., Any], connect: Callable[..., RemoteEngine], tmp_path: Path
+) -> None:
+    worker = start_worker("--devices", "1")
+    (token := tmp_path / "token").write_text("t" * 32)
+    engine = connect(worker.address, **{env.POLYXLA_XRT_TOKEN_FILE: str(token), env.POLYXLA_XRT_RESUME: "1"})
+    token.unlink()
+    worker.process.kill()
+    gone = f"no worker has taken the job again within 1 s: {token} cannot be read"
+    with pytest.raises(PjrtError, match=gone):
+        train(engine, 1000)
+
+
+def test_an_answer_that_breaks_the_session_ends_the_job() -> None:
+    def session(requests: Iterator[Any], _: Any) -> Iterator[bytes]:
+        next(requests)
+        # A worker attaches a process once.
+        yield bulk_encoding.encode([pb.Answer(attached=pb.Attached())] * 2)
+        yield from (b"" for _ in requests if False)
+
+    with (
+        served(session) as own,
+        closing(RemoteEngine(own, variables())) as engine,
+        pytest.raises(PjrtError, match=f"the session with the worker at {own.address} failed: Invalid"),
+    ):
+        train(engine, 1)
 
 
 @pytest.mark.slow
