@@ -278,6 +278,9 @@ def test_two_callbacks_of_one_name_are_refused_before_training() -> None:
         ({"callbacks": [Recorder]}, "has no hook implementations"),
         ({"callbacks": Recorder()}, "is not a list"),
         ({"monitor": "loss"}, "monitor='loss' chooses the best checkpoint, and checkpoint_dir is not set"),
+        ({"save_every_n_steps": 5}, "save_every_n_steps=5 is the interval of checkpoints, and checkpoint"),
+        ({"keep": 3}, "keep=3 is the number of checkpoints to keep, and checkpoint_dir is not set"),
+        ({"keep": None}, "keep=None is the number of checkpoints to keep, and checkpoint_dir is not set"),
         ({"mode": "least"}, "mode='least' is neither min nor max"),
     ],
 )

@@ -141,6 +141,7 @@ def test_a_loader_without_a_length_may_have_limits_and_intervals() -> None:
 @REPLICAS
 def test_fast_dev_run_runs_every_step_once_and_writes_nothing(devices: int) -> None:
     options: Any = {"max_epochs": 9, "checkpoint_dir": "saved", "log_dir": "logs", "val_every_n_epochs": 3}
+    options |= {"save_every_n_steps": 1, "keep": 3, "monitor": "val_batches"}
     trainer = _trainer(devices, fast_dev_run=True, **options)
     assert trainer.fit(_Net(), _data(), _data()) == {"batches": devices, "val_batches": devices}
     assert not {"saved", "logs"} & {path.name for path in Path().iterdir()}

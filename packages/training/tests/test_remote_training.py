@@ -68,7 +68,9 @@ class _Net(torch.nn.Module):
 def _fit(module: _Net, **options: Any) -> Trainer:
     inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(inputs, torch.arange(40.0)[:, None]), batch_size=2)
-    given = {"devices": 1, "log_dir": None, "max_steps": 8, "save_every_n_steps": 1, "seed": 4, **options}
+    given = {"devices": 1, "log_dir": None, "max_steps": 8, "seed": 4, **options}
+    if "checkpoint_dir" in given:
+        given.setdefault("save_every_n_steps", 1)
     trainer = Trainer(runtime="fake", progress=False, max_epochs=2, **given)
     trainer.fit(module, data)
     return trainer
@@ -82,7 +84,7 @@ def _names(url: str) -> list[str]:
 
 def test_a_run_that_crashed_resumes_from_the_store(remote: str) -> None:
     whole, crashed, resumed = _Net(), _Net(at=5), _Net()
-    _fit(whole, save_every_n_steps=None)
+    _fit(whole)
     with pytest.raises(_StopError):
         _fit(crashed, checkpoint_dir=remote, resume="auto")
     _fit(resumed, checkpoint_dir=remote, resume="auto")
@@ -137,7 +139,7 @@ def test_an_upload_that_fails_ends_the_training_with_the_url(s3: S3Server) -> No
 def test_logs_are_in_the_store_also_of_two_runs(remote: str, capsys: pytest.CaptureFixture[str]) -> None:
     tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for steps in (2, 4):
-        _fit(_Net(), log_dir=remote, log_every_n_steps=1, max_steps=steps, save_every_n_steps=None)
+        _fit(_Net(), log_dir=remote, log_every_n_steps=1, max_steps=steps)
     assert f"view it with: tensorboard --logdir {remote}\n" in capsys.readouterr().err
     assert list(Path().iterdir()) == []
     store, path = fsspec.url_to_fs(remote)
@@ -163,7 +165,7 @@ def test_logs_that_cannot_be_uploaded_stay_on_this_machine(
     s3: S3Server, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = _Net(at=1, then=lambda: s3.fail("PUT", 403))
-    trainer = _fit(module, log_dir="s3://bucket/logs", log_every_n_steps=1, save_every_n_steps=None)
+    trainer = _fit(module, log_dir="s3://bucket/logs", log_every_n_steps=1)
     assert trainer.outcome is not None
     assert trainer.outcome.steps == 8
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "cannot be written" in line]
@@ -176,7 +178,7 @@ def test_logs_that_cannot_be_uploaded_stay_on_this_machine(
 def test_a_log_that_cannot_be_continued_is_an_error_before_training(
     s3: S3Server, temporary: Path, tmp_path: Path
 ) -> None:
-    _fit(_Net(), log_dir="s3://bucket/logs", max_steps=1, save_every_n_steps=None)
+    _fit(_Net(), log_dir="s3://bucket/logs", max_steps=1)
     s3.fail("GET", 403)
     module = _Net()
     handler = signal.getsignal(signal.SIGTERM)

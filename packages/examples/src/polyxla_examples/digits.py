@@ -104,7 +104,7 @@ def main(
         log_dir=log_dir,
         seed=seed,
         checkpoint_dir=checkpoint_dir,
-        save_every_n_steps=save_every,
+        save_every_n_steps=save_every if checkpoint_dir else None,
         resume="auto" if checkpoint_dir else None,
     )
     trainer.fit(module, loader)

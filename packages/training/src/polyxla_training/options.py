@@ -38,10 +38,18 @@ NOT_IN_FAST_DEV_RUN: Mapping[str, Any] = {
     "callbacks": (),
     "monitor": None,
     "checkpoint_dir": None,
+    "save_every_n_steps": None,
+    "keep": 2,
     "resume": None,
     "profile_steps": None,
 }
 """The options that `fast_dev_run` replaces, beside the limits."""
+_OF_CHECKPOINTS: Mapping[str, str] = {
+    "monitor": "chooses the best checkpoint",
+    "save_every_n_steps": "is the interval of checkpoints",
+    "keep": "is the number of checkpoints to keep",
+}
+"""The options that mean nothing without a directory of checkpoints."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,13 +237,15 @@ class FitOptions:
 
     def _check_checkpoints(self) -> None:
         check_mode(self.mode, "Trainer")
-        # The monitor chooses a checkpoint; without checkpoints it would be ignored silently.
-        if self.monitor is not None and self.checkpoint_dir is None:
-            raise UsageError(
-                f"monitor={self.monitor!r} chooses the best checkpoint, and checkpoint_dir is not set",
-                where="Trainer",
-                fix="Write checkpoint_dir='checkpoints' too.",
-            )
+        # Without checkpoints these would be ignored silently.
+        for name, meaning in _OF_CHECKPOINTS.items():
+            value = getattr(self, name)
+            if value != getattr(FitOptions, name) and self.checkpoint_dir is None:
+                raise UsageError(
+                    f"{name}={value!r} {meaning}, and checkpoint_dir is not set",
+                    where="Trainer",
+                    fix="Write checkpoint_dir='checkpoints' too.",
+                )
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError(
                 "resume='auto' resumes from the newest checkpoint in checkpoint_dir, which is not set",

@@ -65,7 +65,7 @@ REFUSED: Mapping[str, str] = {
     "LearningRateMonitor": "Leave it out: the bar shows it; log it with self.log in on_train_batch_start.",
     "ModelCheckpoint": "Write Trainer(checkpoint_dir='checkpoints', monitor='val_loss').",
     "ModelSummary": _SUMMARY,
-    "OnExceptionCheckpoint": "Write Trainer(save_every_n_steps=...).",
+    "OnExceptionCheckpoint": "Write Trainer(checkpoint_dir='checkpoints', save_every_n_steps=100).",
     "ProgressBar": _PROGRESS,
     "RichModelSummary": _SUMMARY,
     "RichProgressBar": _PROGRESS,
