@@ -477,6 +477,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
         "architecture.md": [
             f"SIGTERM, and SIGKILL after {failures.STOP_GRACE_S:g} s",
             f"get {words[processes.EXIT_GRACE_S]} second to exit",
+            f"It says every {words[processes.EXIT_NOTICE_S]}",
             f"{words[processes.LIVENESS_CHECK_S]} check every second notices",
             f"times out after {clients.CONNECT_TIMEOUT_S} s",
             f"is reported after {stall_watchdog.RETIRED_TIMEOUT_S:g} s",

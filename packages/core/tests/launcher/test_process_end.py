@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ import pytest
 
 from polyxla import Replica
 from polyxla.contracts.job import ProcessMethod
+from polyxla.launcher import processes
+from polyxla_testing.processes import wait_until
 
 PAUSE_S = 0.3
 
@@ -55,6 +58,31 @@ def test_what_a_replica_has_left_open_is_written(
     found = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
     assert float(found.pop("thread")) <= float(found.pop("hook"))
     assert found == {"in __main__": "written", "in json": "written", "object": "deleted"}
+
+
+def test_a_replica_that_has_returned_is_awaited_while_its_thread_writes(
+    method: ProcessMethod, run_bare: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = tmp_path / "errors"
+
+    def leave_a_thread(_: Replica) -> str:
+        def save() -> None:
+            wait_until(lambda: "waiting for" in errors.read_text(), "the notice")
+            (tmp_path / "checkpoint").write_text("complete")
+
+        threading.Thread(target=save).start()
+        return "returned"
+
+    monkeypatch.setattr(processes, "STOP_GRACE_S", PAUSE_S)
+    monkeypatch.setattr(processes, "EXIT_NOTICE_S", 2 * PAUSE_S)
+    with errors.open("w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        assert run_bare(leave_a_thread, size=2, method=method) == ["returned"] * 2
+    assert (tmp_path / "checkpoint").read_text() == "complete"
+    who = [rf"process {number} \(replica {number}; pid \d+\)" for number in range(2)]
+    assert re.match(
+        rf"polyxla: waiting for the end of {', '.join(who)}: the function has", errors.read_text()
+    )
 
 
 def end(code: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,6 @@
 """A launch that reports how far it is; MOMENT is the file at which the test interrupts it."""
 
+import atexit
 import os
 import sys
 import time
@@ -20,10 +21,22 @@ if os.environ["MOMENT"] == "server-imports":
 """
 
 
+def reach(moment: str, place: int) -> None:
+    (FOLDER / f"{place}-{moment}").touch()
+    if all((FOLDER / f"{other}-{moment}").exists() for other in range(2)):
+        (FOLDER / moment).touch()
+
+
+def stay(place: int) -> None:
+    reach("replicas-exit", place)
+    time.sleep(60)
+
+
 def run(job: Job, place: int) -> None:
-    (FOLDER / str(place)).touch()
-    if all((FOLDER / str(other)).exists() for other in range(2)):
-        (FOLDER / "replicas-run").touch()
+    if os.environ["MOMENT"] == "replicas-exit":
+        atexit.register(stay, place)
+        return
+    reach("replicas-run", place)
     try:
         time.sleep(60)
     finally:

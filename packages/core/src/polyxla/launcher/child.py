@@ -30,6 +30,7 @@ from polyxla.launcher.messages import Message, Raised, Returned, Setup, pack
 REPLICA_THREAD = "polyxla-replica"
 """Prefix of the name of each thread that is a replica."""
 _is_interrupted = threading.Event()
+_has_answered = threading.Event()
 
 
 FLUSH_FAILED = 120
@@ -63,6 +64,9 @@ def _take_interrupt(*_: object) -> None:
 
 def interrupt() -> None:
     """Raise KeyboardInterrupt in the replicas of this process, so that their ``finally`` blocks run."""
+    if _has_answered.is_set():
+        # The request and the answer have crossed: exit functions run now, which are not to be broken off.
+        return
     _is_interrupted.set()
     replicas = _replica_threads()
     for thread in replicas:
@@ -122,6 +126,7 @@ def finish(pipe: Connection, work: bytes | Callable[[], Any]) -> None:
         deadline = time.monotonic() + failures.INTERRUPT_GRACE_S / 2
         for thread in _replica_threads():
             thread.join(max(0.0, deadline - time.monotonic()))
+    _has_answered.set()
     link.send(Message("answer", pack(answer)))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -22,19 +22,22 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from polyxla import env
+from polyxla.console import say
 from polyxla.contracts.job import Job, ProcessMethod, StartMethod
 from polyxla.errors import ReplicaLostError, UsageError
 from polyxla.launcher import failures
 from polyxla.launcher.child import remove_remote_modules, serve_forked
 from polyxla.launcher.failures import STOP_GRACE_S, ReplicaProcess
 from polyxla.launcher.messages import Message, Setup, dumps, pickles, unpack
-from polyxla.launcher.process_handle import OwnProcess, is_stopped
+from polyxla.launcher.process_handle import POLL_S, OwnProcess, is_stopped
 from polyxla.launcher.start_methods import interrupts_blocked, running_fork_server, spawn
 
 EXIT_GRACE_S = 0.5
 """Time for a process that has answered to exit before the job's other processes are ended, in seconds."""
 LIVENESS_CHECK_S = 1.0
 """How often to check whether the children are alive, in seconds."""
+EXIT_NOTICE_S = 60.0
+"""How often to say which processes have answered and still run, in seconds."""
 
 
 def run_inline(job: Job, place: Any = None) -> list[Any]:
@@ -69,7 +72,8 @@ def run_processes(
 ) -> list[Any]:
     """Call ``run(job, place)`` in a process for each place; return the results in that order.
 
-    When one fails, the others are ended within `STOP_GRACE_S` and its exception is raised here.
+    Returns when all processes have ended. When one fails, the others are ended within `STOP_GRACE_S` and its
+    exception is raised here.
 
     Args:
         job: what to run. Unless the processes are forked from this one it must pickle (functions of scripts
@@ -111,10 +115,12 @@ def run_processes(
             for child, setup in zip(children, setups, strict=True):
                 _greet(child, setup, timeout_s)
         try:
-            return _gather(children)
+            results = _gather(children)
+            _await_exits(children)
         except KeyboardInterrupt:
             _interrupt(children)
             raise
+        return results
     finally:
         _stop(children)
 
@@ -219,6 +225,23 @@ def _gather(children: Sequence[ReplicaProcess]) -> list[Any]:
         if not ready:
             _check_alive(children)
     return results
+
+
+def _await_exits(children: Sequence[ReplicaProcess]) -> None:
+    """Wait until the processes, which have all answered, have ended.
+
+    Their threads and exit functions may still write a checkpoint. As for an answer, there is no limit to the
+    wait, because a thread may be the program's main work; what it waits for is said every `EXIT_NOTICE_S`.
+    """
+    notice = time.monotonic() + EXIT_NOTICE_S
+    while running := [child for child in children if child.process.ended() is None]:
+        if time.monotonic() >= notice:
+            notice += EXIT_NOTICE_S
+            say(
+                f"waiting for the end of {', '.join(map(str, running))}: the function has returned, and "
+                "threads or exit functions of the program still run; Ctrl-C ends them"
+            )
+        time.sleep(POLL_S)
 
 
 def _interrupt(children: Sequence[ReplicaProcess]) -> None:
