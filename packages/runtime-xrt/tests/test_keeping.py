@@ -206,6 +206,29 @@ def test_a_broken_transfer_leaves_what_was_there(
         wait_until(lambda: kept_files(worker) == 2, "two files, and no more")
 
 
+def test_what_a_holder_has_beside_its_names_is_neither_kept_nor_told(
+    start_worker: Callable[..., Any],
+) -> None:
+    worker = start_worker("--keep", "60")
+    # Field 15 does not exist, and has 100,000 bytes.
+    beside = b"\x7a\xa0\x8d\x06" + bytes(100_000)
+    holder = pb.Holder.FromString(pb.Holder(user="u").SerializeToString() + beside)
+    request = pb.LeaseRequest(protocol=PROTOCOL, cores=1, holder=holder, job="1" * 32, owner="2" * 64)
+    assert request.ByteSize() > len(beside)
+    with grpc.insecure_channel(worker.address) as channel:
+        stub: Any = worker_pb2_grpc.WorkerStub(channel)
+        lease = stub.Lease(request)
+        assert next(lease).HasField("granted")
+        stub.Keep(iter([pb.KeepRequest(protocol=PROTOCOL, job=request.job, name="n", size=1, data=b"x")]))
+        wait_until(lambda: kept_files(worker) == 2, "two files")
+        assert stub.Status(pb.StatusRequest()).ByteSize() < 1000
+        lease.cancel()
+    # The supervisor has taken it, and so the next process has it, too.
+    os.kill(worker.serving_pid, signal.SIGKILL)
+    wait_until(lambda: worker.status()["kept"], "the kept file")
+    assert worker.process.poll() is None
+
+
 def test_a_key_that_no_job_has_reads_nothing(
     start_worker: Callable[..., Any], job: Callable[..., Any]
 ) -> None:

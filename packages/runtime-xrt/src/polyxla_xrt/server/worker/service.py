@@ -197,6 +197,8 @@ class LeasingServicer(ABC, Generic[JobT]):
 
     def _check_lease(self, request: pb.LeaseRequest, context: Any) -> None:
         _check_protocol(request.protocol, context)
+        # The holder is kept and repeated in other messages, so all of it must be known and bounded.
+        request.DiscardUnknownFields()
         text = None
         if not 1 <= request.cores <= self._engines.served.cores:
             text = f"the job requests {request.cores} cores, but this worker has {self._engines.served.cores}"
