@@ -27,9 +27,10 @@ class _Graph:
 
 
 def _uploaded(
-    batches: list[Any], *, pad: bool, repeat: bool = True, valid: int | None = None, size: int | None = None
+    batches: list[Any], *, pad: bool, repeats: int = 0, size: int | None = None
 ) -> list[tuple[list[torch.Tensor], int, bool]]:
-    host = HostBatches(iter(batches), size, valid, ReadOptions(pad, repeat, {}))
+    marks = [number >= len(batches) - repeats for number in range(len(batches))]
+    host = HostBatches(zip(batches, marks, strict=True), size, ReadOptions(pad, {}))
     sent = []
     for number, tensors in host:
         pending = host.take(number)
@@ -65,36 +66,28 @@ def test_the_loaders_batch_size_counts_though_the_first_batch_is_short() -> None
 
 
 def test_repeated_records_are_left_out_of_an_evaluation() -> None:
-    batches = [_records(3), _records(3, 3), _records(3, 6)]
-    sent = _uploaded(batches, pad=False, repeat=False, valid=4)
-    assert [tensors[0].tolist() for tensors, _, _ in sent] == [[0, 1, 2], [3]], "the third is all repeats"
+    sent = _uploaded([_records(3), _records(1, 3), _records(1)], pad=False, repeats=1)
+    assert [tensors[0].tolist() for tensors, _, _ in sent] == [[0, 1, 2], [3]]
 
 
 def test_padding_gives_every_replica_the_same_number_of_batches() -> None:
-    batches = [_records(3), _records(3, 3), _records(3, 6)]
-    sent = _uploaded(batches, pad=True, repeat=False, valid=4)
+    sent = _uploaded([_records(3), _records(1, 3), _records(1)], pad=True, repeats=1)
     masks = [tensors[1].tolist() if has_mask else None for tensors, _, has_mask in sent]
     assert masks == [None, [True, False, False], [False, False, False]]
     assert [records for _, records, _ in sent] == [3, 1, 0]
 
 
-def test_repeats_count_as_records_in_training() -> None:
-    # A mask without a single true would make the mean of its losses, and every gradient, NaN.
-    sent = _uploaded([_records(2), _records(2, 2)], pad=True, repeat=True, valid=2)
-    assert [has_mask for _, _, has_mask in sent] == [False, False]
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 30), st.booleans())
-def test_every_real_record_is_given_once_and_in_order(sizes: list[int], valid: int, pad: bool) -> None:
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 6), st.booleans())
+def test_every_real_record_is_given_once_and_in_order(sizes: list[int], repeats: int, pad: bool) -> None:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     batches = [_records(size, start) for size, start in zip(sizes, starts, strict=True)]
-    sent = _uploaded(batches, pad=pad, repeat=False, valid=valid, size=max(sizes))
+    sent = _uploaded(batches, pad=pad, repeats=repeats, size=max(sizes))
     real = [
         value
         for tensors, _, has_mask in sent
         for value in (tensors[0][tensors[1]] if has_mask else tensors[0]).tolist()
     ]
-    assert real == list(range(min(valid, sum(sizes))))
+    assert real == list(range(sum(sizes[: max(len(sizes) - repeats, 0)])))
     assert sum(records for _, records, _ in sent) == len(real)
     if pad:
         assert {len(tensors[0]) for tensors, _, _ in sent} == {max(sizes)}
@@ -118,8 +111,9 @@ def test_every_container_is_searched_for_tensors(batch: Any) -> None:
 
 def test_a_batch_without_tensors_has_no_records() -> None:
     assert count_records({"x": None, "y": ["a"]}) is None
-    [(tensors, records, has_mask)] = _uploaded([{"x": "a"}], pad=True)
-    assert (tensors, records, has_mask) == ([], 0, False)
+    assert _uploaded([{"x": "a"}, {"x": "b"}], pad=False, repeats=1) == [([], 0, False)]
+    with pytest.raises(UsageError, match="a batch without tensors cannot be padded"):
+        _uploaded([{"x": "a"}], pad=True)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,25 @@ def test_the_batches_of_a_loaders_own_class_are_predicted(devices: int) -> None:
     assert [prediction["doubled"].tolist() for prediction in found] == [[0.0, 4.0], [8.0, 12.0]]
 
 
+class _Counts(torch.nn.Module):
+    log: Any
+
+    def validation_step(self, texts: list[str]) -> None:
+        self.log("letters", sum(map(len, texts)), reduce_fx="sum")
+
+    def predict_step(self, texts: list[str]) -> list[str]:
+        return texts
+
+
+@REPLICAS
+def test_no_text_is_evaluated_twice(devices: int) -> None:
+    texts: Any = ["a", "bb", "ccc", "dddd", "eeeee"]
+    found = _trainer(devices).validate(_Counts(), DataLoader(texts, batch_size=2))
+    assert found == {"letters": 15}
+    batches = _trainer(devices).predict(_Counts(), DataLoader(texts, batch_size=2))
+    assert batches == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
+
+
 class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter([[value] for value in torch.arange(8.0)])

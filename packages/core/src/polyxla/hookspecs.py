@@ -169,7 +169,7 @@ def polyxla_shard_loader(loader: Any, world: World, seed: int, repeat: bool) -> 
         world: this replica's numbers among all replicas.
         seed: seed of shuffled orders, the same in every replica.
         repeat: whether repeated records, which give every replica the same number of records, count like all
-            others (training), or are excluded by `LoaderShard.valid_records` (evaluation).
+            others (training). Otherwise none is in a batch, except in those that `LoaderShard.marked` marks.
     """
 
 

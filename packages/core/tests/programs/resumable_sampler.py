@@ -7,7 +7,7 @@ from polyxla import hookimpl
 
 
 class Resumable:
-    batch_size, valid_records, note = 2, None, "divided for the test"
+    batch_size, note = 2, "divided for the test"
 
     def __init__(self, seed: int, repeat: bool) -> None:
         self.seed, self.repeat, self.epoch, self.start = seed, repeat, 0, 0

@@ -9,14 +9,13 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from polyxla_sampler.epochs import ResumableEpochs, RoundRobinEpochs, State
 from polyxla_sampler.iterable import ShardedIterable, StreamEpochs, WorkerIdCollate
-from polyxla_sampler.sampler import RoundRobinSampler, ShardedSampler
+from polyxla_sampler.sampler import EvaluationSampler, RoundRobinSampler, ShardedSampler
 
 _WORLDS = ("_distributed", "_parallel_rank_world", "_rank_world", "distributed_env")
 """Attributes that hold an object with the numbers below.
@@ -119,6 +118,7 @@ class ShardedLoader:
         epochs: that sampler, or the positions in that dataset's streams.
         batch_size: number of records per batch; None if batches differ or the number is unknown.
         note: how the user's loader was changed, in one sentence to print.
+        evaluation: the sampler of `loader` in an evaluation; None in training.
 
     Attributes:
         loader: the DataLoader that is iterated over.
@@ -127,15 +127,20 @@ class ShardedLoader:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], epochs: ResumableEpochs, batch_size: int | None, note: str
+        self,
+        loader: DataLoader[Any],
+        epochs: ResumableEpochs,
+        batch_size: int | None,
+        note: str,
+        evaluation: EvaluationSampler | None = None,
     ) -> None:
         self.loader = loader
         self.batch_size = batch_size
         self.note = note
         self._epochs = epochs
+        self._evaluation = evaluation
         self._epoch = 0
         self._began: State | None = None
-        self._running: State | None = None
 
     def __len__(self) -> int:
         """Return the number of batches of the next iteration; for a stream, by the dataset's length.
@@ -150,18 +155,21 @@ class ShardedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._epochs.set_epoch(self._epoch)
-        self._began = self._running = self._epochs.begin()
-        self._epoch += 1
-        return self._run(iter(self.loader), self._began)
+        return (batch for batch, is_repeat in self.marked() if not is_repeat)
 
-    def _run(self, batches: Iterator[Any], state: State) -> Iterator[Any]:
-        try:
-            yield from self._epochs.batches(batches) if isinstance(self._epochs, StreamEpochs) else batches
-        finally:
-            # A loop may begin the next epoch before the iterator of this one is closed.
-            if self._running is state:
-                self._running = None
+    def marked(self) -> Iterator[tuple[Any, bool]]:
+        """Iterate over one epoch's batches, and tell of each whether it only repeats records.
+
+        Only with ``repeat=False`` a batch is marked, and is there because other replicas have another batch.
+        """
+        self._epochs.set_epoch(self._epoch)
+        state = self._began = self._epochs.begin()
+        self._epoch += 1
+        batches: Iterator[Any] = iter(self.loader)
+        if isinstance(self._epochs, StreamEpochs):
+            batches = self._epochs.batches(batches)
+        found = self._evaluated(state)
+        return ((batch, found is not None and number >= found[1]) for number, batch in enumerate(batches))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, from 0."""
@@ -188,29 +196,15 @@ class ShardedLoader:
             ValueError: `state` belongs to other data or another order.
         """
         self._epochs.load_state_dict(state)
-        self._epoch, self._began, self._running = state["epoch"], None, None
-
-    @property
-    def valid_records(self) -> int | None:
-        """Number of non-repeated records of the running iteration; between two iterations, of the next one.
-
-        Repeats come last in each replica. None if the number is unknown: for streams and buckets, and if
-        the loader's own sampler divides the records.
-        """
-        state = self._running or self._next_state()
-        if not isinstance(self._epochs, RoundRobinEpochs) or isinstance(self._epochs, SelfShardedSampler):
-            return None
-        count, valid = self._epochs.count(state), self._epochs.valid(state)
-        if count is None or valid is None:
-            return None
-        # Batches may differ in size, so those that are not repeats are drawn again to count their records.
-        if isinstance(self._epochs, RoundRobinSampler) and _has_batches(self.loader):
-            return sum(len(batch) for batch in islice(self._epochs.items(state), valid))
-        return min(valid, self._batches(count) * (self.loader.batch_size or 1))
+        self._epoch, self._began = state["epoch"], None
 
     def _next_state(self) -> State:
         self._epochs.set_epoch(self._epoch)
         return self._epochs.next_state()
+
+    def _evaluated(self, state: State) -> tuple[int, int] | None:
+        """Return the number of an evaluation's batches after `state`, and of those without repeats."""
+        return None if self._evaluation is None else self._evaluation.batches(state)
 
     def _batches(self, items: int) -> int:
         """Return the number of batches that `items` of the sampler make."""
@@ -221,8 +215,8 @@ class ShardedLoader:
         """Return how many items of the sampler were used for `batches`."""
         if not isinstance(self._epochs, RoundRobinEpochs):
             return batches
-        count = self._epochs.count(state)
-        if count is not None and batches >= self._batches(count):
+        count, found = self._epochs.count(state), self._evaluated(state)
+        if count is not None and batches >= (found[0] if found else self._batches(count)):
             # The loop is over, so the records of an incomplete batch that the loader dropped are used up too.
             return count
         return batches * (self.loader.batch_size or 1)
@@ -263,9 +257,10 @@ def shard(
         shard_index: this replica, ``0 <= shard_index < shard_count``.
         shard_count: number of replicas.
         seed: must be the same in every replica.
-        repeat: False if no record may be dropped to make the counts equal. Then the first records are
-            repeated even with ``drop_last``, which then drops only the last incomplete batch of each
-            replica, and `ShardedLoader.valid_records` tells repeats from other records.
+        repeat: False for an evaluation: no record counts twice, and none is dropped to make the counts
+            equal. A batch may have fewer records than in other replicas, and a batch that only repeats some
+            comes from `ShardedLoader.marked`. ``drop_last`` drops the last batch of all replicas if it is
+            incomplete in the first.
 
     Returns:
         None if `loader` is not a DataLoader.
@@ -277,14 +272,25 @@ def shard(
     if isinstance(loader.dataset, IterableDataset):
         return _stream_loader(loader, shard_index, shard_count, seed, drop_last)
     if (divided := _division(loader, shard_count)) is not None:
-        return _self_sharded_loader(loader, divided, shard_count)
+        return _self_sharded_loader(loader, divided, shard_count, repeat)
     drawn: Any = loader.batch_sampler if _has_batches(loader) else loader.sampler
     sampler = _divided_sampler(drawn, shard_index, shard_count, seed, drop_last)
     is_plain = isinstance(sampler, ShardedSampler)
     what = f"the {len(drawn):,} records" if is_plain else f"the items of {type(drawn).__name__}"
     order = ", in a new order every epoch" if getattr(sampler, "shuffle", False) else ""
     note = _note(loader, f"{_who_reads(shard_count)} {what}{order}")
-    return ShardedLoader(_rebuilt(loader, sampler), sampler, _batch_size(loader), note)
+    return _sampled_loader(loader, sampler, note, repeat)
+
+
+def _sampled_loader(
+    loader: DataLoader[Any], sampler: ShardedSampler | RoundRobinSampler, note: str, repeat: bool
+) -> ShardedLoader:
+    if repeat:
+        return ShardedLoader(_rebuilt(loader, sampler), sampler, _batch_size(loader), note)
+    evaluation = EvaluationSampler(sampler, loader.batch_size or 1, loader.drop_last)
+    # The last batch is the one that may be a repeat.
+    rebuilt = _rebuilt(loader, evaluation, drop_last=False, in_order=True)
+    return ShardedLoader(rebuilt, sampler, _batch_size(loader), note, evaluation)
 
 
 def _divided_sampler(
@@ -311,10 +317,14 @@ def _stream_loader(
     return ShardedLoader(rebuilt, epochs, loader.batch_size, _note(loader, note))
 
 
-def _self_sharded_loader(loader: DataLoader[Any], divided: Divided, count: int) -> ShardedLoader:
+def _self_sharded_loader(
+    loader: DataLoader[Any], divided: Divided, count: int, repeat: bool
+) -> ShardedLoader:
     note = divided.note(count)
     drawn: Any = loader.batch_sampler if _has_batches(loader) else loader.sampler
     # One of this package's samplers, which the user has divided already, has states of its own.
+    if isinstance(drawn, ShardedSampler | RoundRobinSampler) and not repeat:
+        return _sampled_loader(loader, drawn, _note(loader, note), repeat)
     if isinstance(drawn, ResumableEpochs):
         return ShardedLoader(loader, drawn, _batch_size(loader), note)
     sampler = SelfShardedSampler(drawn, divided.parts)
@@ -344,9 +354,8 @@ def _rebuilt(loader: DataLoader[Any], sampler: Any, **changed: Any) -> DataLoade
     arguments = {"dataset": loader.dataset, **{name: getattr(loader, name) for name in names}, **changed}
     if _has_batches(loader):
         return _loader_class(loader)(batch_sampler=sampler, **arguments)
-    return _loader_class(loader)(
-        sampler=sampler, batch_size=loader.batch_size, drop_last=loader.drop_last, **arguments
-    )
+    batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    return _loader_class(loader)(sampler=sampler, **{**batching, **arguments})
 
 
 def _loader_class(loader: DataLoader[Any]) -> type[DataLoader[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -157,6 +158,52 @@ class RoundRobinSampler(RoundRobinEpochs, Sampler[Any]):
         # drawing it.
         drawn = _seeded_items(self.sampler, self.seed, state["epoch"])
         return round_robin(drawn, state["position"], self.num_replicas, self.rank, self.remainder)
+
+
+class EvaluationSampler(Sampler[Any]):
+    """A replica's items in an evaluation: none counts twice, and all replicas get equally many batches.
+
+    A replica with one item less than the first has a smaller last batch. If that leaves the batch empty, a
+    repeat is the whole batch.
+
+    Args:
+        epochs: divides the items, with repeats.
+        batch_size: number of items per batch.
+        drop_last: drop the last batch if the first replica has too few items for it.
+    """
+
+    def __init__(self, epochs: ShardedSampler | RoundRobinSampler, batch_size: int, drop_last: bool) -> None:
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+
+    def batches(self, state: State) -> tuple[int, int] | None:
+        """Return the number of batches after `state`, and of those without repeats; None if it is unknown."""
+        count, valid = self.epochs.count(state), self.epochs.valid(state)
+        if count is None or valid is None:
+            return None
+        batches = count // self.batch_size if self.drop_last else -(-count // self.batch_size)
+        return batches, min(batches, -(-valid // self.batch_size))
+
+    def __len__(self) -> int:
+        """Return how many items the next iteration has.
+
+        Raises:
+            TypeError: the number is unknown.
+        """
+        count = self._count(self.epochs.next_state())
+        return len(self.epochs) if count is None else count
+
+    def __iter__(self) -> Iterator[Any]:
+        items = iter(self.epochs)
+        return islice(items, self._count(self.epochs.state_dict(0)))
+
+    def _count(self, state: State) -> int | None:
+        found, valid = self.batches(state), self.epochs.valid(state)
+        if found is None or valid is None:
+            return None
+        batches, real = found
+        return min(valid, batches * self.batch_size) + batches - real
 
 
 def _seeded_items(sampler: Iterable[Any], seed: int | None, epoch: int) -> Iterable[Any]:

@@ -28,13 +28,10 @@ class LoaderShard(Protocol):
 
     Attributes:
         batch_size: number of records in a full batch; None if batches differ.
-        valid_records: number of this replica's non-repeated records in the latest iteration, whose repeats
-            come last; None if unknown.
         note: a sentence about what the plugin did, printed once; empty for none.
     """
 
     batch_size: int | None
-    valid_records: int | None
     note: str
 
     def __len__(self) -> int:
@@ -42,6 +39,12 @@ class LoaderShard(Protocol):
 
     def __iter__(self) -> Iterator[Any]:
         """Read one epoch; the next call reads the next epoch."""
+
+    def marked(self) -> Iterator[tuple[Any, bool]]:
+        """Read one epoch, and tell of each batch whether it only repeats records of others.
+
+        All replicas get the same number of batches.
+        """
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read this epoch."""
@@ -102,9 +105,10 @@ class Loader:
         # an error of the dataset is raised in it. A DataLoader also draws a random number; in a resumed epoch
         # the earlier run has drawn that number already, so the generators must not advance again.
         with random_state.preserved_host_state() if self._position.before else nullcontext():
-            batches = itertools.islice(iter(self._source), skip, None)
-        valid = getattr(self._source, "valid_records", None)
-        host = HostBatches(batches, _batch_size(self._source), valid, self._options)
+            marked = getattr(self._source, "marked", None)
+            batches = marked() if marked else zip(self._source, itertools.repeat(False))
+            batches = itertools.islice(batches, skip, None)
+        host = HostBatches(batches, _batch_size(self._source), self._options)
         moves, prefetch = self._options.transfer is not None, self._options.prefetch
         ahead = iter(host) if moves else self._replication.upload(iter(host), prefetch)
         # Closing ends the runtime's threads, also when the loop is left early.
@@ -263,13 +267,11 @@ class ReadOptions:
 
     Attributes:
         pad: whether every batch gets the shape of a full one, with a mask of its real records.
-        repeat: whether repeated records count like all others (training) or are left out (evaluation).
         prefetch: how far to copy ahead, by the runtime's option names.
         transfer: copies a batch to the device, in the loop's thread; None: the runtime copies ahead.
     """
 
     pad: bool
-    repeat: bool
     prefetch: Mapping[str, int]
     transfer: Callable[[Any], Any] | None = None
 
@@ -292,13 +294,14 @@ class PendingBatch:
 class HostBatches:
     """Splits batches: the tensors are uploaded, the pytree around them waits here.
 
+    Batches that only repeat records are left out, or masked with ``pad``.
+
     A thread of the runtime iterates over it, while the replica's thread calls `take` for the batches that
     have arrived.
 
     Args:
-        batches: the user's batches.
+        batches: the user's batches, and of each whether it only repeats records.
         batch_size: number of records in a full batch; None if the first batch is a full one.
-        valid_records: number of non-repeated records; None if none repeat.
         options: how to read.
 
     Attributes:
@@ -306,36 +309,34 @@ class HostBatches:
     """
 
     def __init__(
-        self, batches: Iterator[Any], batch_size: int | None, valid_records: int | None, options: ReadOptions
+        self, batches: Iterator[tuple[Any, bool]], batch_size: int | None, options: ReadOptions
     ) -> None:
         self._batches = batches
         self.size = batch_size
-        self._valid = valid_records
         self._options = options
-        self._seen = 0
         # Written by the runtime's thread, popped by the replica's; single dict operations need no lock.
         self._pending: dict[int, PendingBatch] = {}
 
     def __iter__(self) -> Generator[tuple[int, list[Any]]]:
-        for number, batch in enumerate(self._batches):
+        for number, (batch, is_repeat) in enumerate(self._batches):
             if number == 0 and self._options.transfer is None:
                 check(batch)
-            records = count_records(batch) or 0
+            records = count_records(batch)
             # Without a batch size, the first batch counts as a full one.
             self.size = self.size or records
-            real = self._count_real(records)
             if self._options.pad:
+                if records is None:
+                    raise UsageError(
+                        "a batch without tensors cannot be padded",
+                        where="the loader's batch",
+                        fix="Return tensors from collate_fn, or read without pad=True: "
+                        "the Trainer pads for a step that has a parameter `valid`.",
+                    )
+                real = 0 if is_repeat else records
                 padded, mask = self._pad(batch, records, real)
                 yield self._send(number, padded, real, mask)
-            elif real > 0 or records == 0:
-                yield self._send(number, _trim(batch, records, real), real, None)
-
-    def _count_real(self, records: int) -> int:
-        if self._valid is None or self._options.repeat:
-            return records
-        real = min(max(self._valid - self._seen, 0), records)
-        self._seen += records
-        return real
+            elif not is_repeat:
+                yield self._send(number, batch, records or 0, None)
 
     def _pad(self, batch: Any, records: int, real: int) -> tuple[Any, torch.Tensor | None]:
         size = self.size or records
@@ -365,21 +366,11 @@ def count_records(batch: Any) -> int | None:
     return None
 
 
-def _trim(batch: Any, records: int, real: int) -> Any:
-    if real == records:
-        return batch
-    return map_tensors(lambda tensor: tensor[:real] if _has_records(tensor, records) else tensor, batch)
-
-
 def _pad_tensor(tensor: Any, records: int, size: int) -> Any:
-    if not _has_records(tensor, records) or records >= size:
+    if not tensor.dim() or tensor.shape[0] != records or records >= size:
         return tensor
     # Repeat the last record: the model can compute with it, whereas zeros may cause a division by zero.
     return tensor[[*range(records), *[records - 1] * (size - records)]]
-
-
-def _has_records(tensor: Any, records: int) -> bool:
-    return bool(tensor.dim()) and tensor.shape[0] == records
 
 
 def check(batch: Any) -> None:

@@ -123,7 +123,7 @@ class Replica(Collectives):
         # One replica reads everything: nothing was divided, so there is nothing to announce.
         if self.data_world.world_size > 1 and self.is_first and note:
             say_once(note)
-        options = ReadOptions(pad, repeat, prefetch or {}, transfer)
+        options = ReadOptions(pad, prefetch or {}, transfer)
         source = loader if shard is None else shard
         parts = self.data_world.world_size if divided else None
         return Loader(source, options, self._replication, self._before_batch, parts)
