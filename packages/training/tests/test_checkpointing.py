@@ -248,6 +248,64 @@ def test_on_sigterm_several_replicas_stop_at_the_same_step(
     assert [entry.step for entry in CheckpointFolder("saved").entries()] == [steps[_Slow.made[0]]]
 
 
+class _Clock(threading.local):
+    """The time of one replica, whose steps the device makes after they are submitted."""
+
+    now, queued, is_asked, steps = 0.0, 0, False, 0
+
+    def __init__(self, submit_s: float, device_s: float) -> None:
+        self.submit_s, self.device_s = submit_s, device_s
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def submit(self) -> None:
+        """Submit a step, which waits if two are queued; an agreement has waited for the device."""
+        if self.is_asked:
+            self.now += self.queued * self.device_s
+        self.queued = 0 if self.is_asked else self.queued
+        self.now += self.submit_s + (self.device_s if self.queued == 2 else 0.0)
+        self.queued, self.is_asked = min(self.queued + 1, 2), False
+        self.steps += 1
+
+
+@pytest.mark.parametrize(
+    ("submit_s", "device_s", "steps"),
+    [
+        pytest.param(1 / 16, 0.0, [1, 5, 21, 53, 85, 117], id="sixteen-a-second"),
+        pytest.param(0.02, 1.0, [1, 5, *range(7, 16)], id="that-the-device-makes-later"),
+    ],
+)
+def test_replicas_agree_every_two_seconds_in_steps(
+    submit_s: float,
+    device_s: float,
+    steps: list[int],
+    install_plugin: PluginInstaller,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_plugin.listener("every-nth", (PROGRAMS / "every_nth.py").read_text())
+    clock = _Clock(submit_s, device_s)
+    agreed: list[int] = []
+
+    class StopFile:
+        def exists(self) -> bool:
+            agreed.append(clock.steps)
+            clock.is_asked = True
+            return False
+
+    class Timed(_Net):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            clock.submit()
+            return super().training_step(batch)
+
+    monkeypatch.setattr(checkpointing, "time", clock)
+    monkeypatch.setattr(checkpointing, "stop_file", lambda _: StopFile())
+    options: Any = {"checkpoint_dir": "saved", "max_steps": steps[-1]}
+    trainer = Trainer(runtime="fake", devices=2, log_dir=None, progress=False, **options)
+    trainer.fit(Timed(), [(torch.ones(2, 3), torch.ones(2, 1))] * 400)
+    assert sorted(agreed) == sorted(steps * 2)
+
+
 @pytest.fixture
 def divided(install_plugin: PluginInstaller) -> None:
     """Divide the records among the replicas."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 AGREE_EVERY_S = 2.0
 """Approximate interval at which replicas agree whether to stop, in seconds. A preempted machine has 30 s or
 more. Source: Google Cloud's documentation of preemptible and spot VMs."""
+MOST_GROWTH = 4
+"""By how much the number of steps between two agreements may grow at once."""
 
 
 class CheckpointListener:
@@ -48,7 +50,7 @@ class CheckpointListener:
         self._stop.__enter__()
         # A run that resumes and makes no step has nothing to save.
         self._saved_step: int | None = replica.steps
-        self._agree_at = replica.steps
+        self._agree_at = self._agreed_step = replica.steps
         self._agreed_s = time.monotonic()
 
     @property
@@ -97,11 +99,13 @@ class CheckpointListener:
             return is_requested
         # All replicas must agree at the same step, or they would wait for each other in different
         # collectives. So the interval is a number of steps: as many as ordinal 0 makes in AGREE_EVERY_S, at
-        # its speed since the last agreement.
-        now = time.monotonic()
-        steps_per_s = max(step - self._agree_at, 1) / max(now - self._agreed_s, 1e-3)
-        answers = replica.all_gather((is_requested, max(1, int(steps_per_s * AGREE_EVERY_S))))
-        self._agreed_s = time.monotonic()
+        # its speed since the last agreement. Both times are read before the exchange, which waits for the
+        # steps that the device still has to make: between the two, it has made as many as were submitted.
+        now, made = time.monotonic(), step - self._agreed_step
+        steps = int(made / max(now - self._agreed_s, 1e-3) * AGREE_EVERY_S)
+        # A few steps may take no time, because the device makes them later.
+        answers = replica.all_gather((is_requested, min(max(steps, 1), made * MOST_GROWTH)))
+        self._agreed_s, self._agreed_step = now, step
         self._agree_at = step + answers[0][1]
         return any(requested for requested, _ in answers)
 
