@@ -25,7 +25,7 @@ from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.shared_memory import SharedMemory
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs import hlo, shared_collectives
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.shared_file import SharedFile
 
@@ -235,6 +235,59 @@ def test_a_list_of_arrays_of_several_dtypes_is_summed(engine: JaxEngine, length:
     for found in run(engine, executable, list(zip(*columns, strict=True))):
         for mine, right in zip(found, expected, strict=True):
             assert mine.tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_booleans_in_a_list_have_a_reduction_of_their_own(engine: JaxEngine, is_first: bool) -> None:
+    columns = [("pred[9]", numbers("bool", (9,))), ("f32[5]", numbers("float32", (5,)))]
+    (one, of_one), (two, of_two) = columns if is_first else columns[::-1]
+    body = f"""x = {one} parameter(0) y = {two} parameter(1)
+      ROOT r = ({one}, {two}) all-reduce(x, y), replica_groups={{}}, to_apply=combine"""
+    executable = program(engine, body, "maximum")
+    assert hlo.shares_memory(executable.optimized_hlo)
+    expected = [functools.reduce(np.maximum, column).tolist() for column in (of_one, of_two)]
+    for found in run(engine, executable, list(zip(of_one, of_two, strict=True))):
+        assert [row.tolist() for row in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reducing_more"),
+    [
+        ("f32", "p = f32[] abs(a) q = f32[] abs(b) ROOT c = f32[] maximum(p, q)"),
+        ("f32", "ROOT c = f32[] add(a, a)"),
+        ("s32", "p = s32[] not(a) ROOT c = s32[] and(p, b)"),
+    ],
+)
+def test_a_reduction_that_does_more_is_not_taken_for_its_last_operation(
+    engine: JaxEngine, dtype: str, reducing_more: str
+) -> None:
+    text = f"""HloModule more, replica_count={REPLICAS}
+      combine {{ a = {dtype}[] parameter(0) b = {dtype}[] parameter(1) {reducing_more} }}
+      ENTRY main {{ {reducing(f"{dtype}[4]")} }}"""
+    module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    with pytest.raises(Exception, match="Unsupported reduction computation"):
+        engine.compile(module, xla_client.CompileOptions().SerializeAsString())
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter, dimensions={0}"])
+def test_a_reduction_that_the_library_lacks_is_an_error(
+    engine: JaxEngine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    name, _, more = kind.partition(",")
+    size = 1024 if name == "all-reduce" else 256
+    body = f"""x = f32[1024] parameter(0)
+      ROOT r = f32[{size}] {name}(x), replica_groups={{{{0,1,2,3}}}}, to_apply=combine{more and ","}{more}"""
+    # The compiler asks for none of these, so a number that it does not give stands for one.
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_collectives, "_reduction", lambda *_: 4)
+        executable = program(engine, body)
+    given = [[row] for row in numbers("float32", (1024,))]
+    with pytest.raises(Exception, match="reduction 4 of numbers of type 11 is not known"):
+        run(engine, executable, given)
+    # The replicas still agree on what comes next.
+    (expected,) = functools.reduce(np.add, np.array(given))
+    found = run(engine, program(engine, reducing("f32[1024]")), given)
+    assert [row.tobytes() for (row,) in found] == [expected.tobytes()] * REPLICAS
 
 
 def test_an_operand_that_is_used_again_stays_as_it_was(engine: JaxEngine) -> None:

@@ -4,6 +4,7 @@
  * get the same bits, in every run.
  */
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -111,9 +112,18 @@ static size_t part(size_t size, int count, int member, size_t width) {
   return size / width * member / count * width;
 }
 
+/* All replicas find this before they exchange anything, so none waits for another. */
+static bool reduces(Group *group, int type, Reduction how) {
+  if (polyxla_reduces(type, how)) return true;
+  group->code = FFI_UNIMPLEMENTED;
+  snprintf(group->error, sizeof group->error, "reduction %d of numbers of type %d is not known", how, type);
+  return false;
+}
+
 static bool all_reduce(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   Reduction how = polyxla_ffi_number(call, "reduction");
   int type = in.arrays[0]->type;
+  if (!reduces(group, type, how)) return false;
   size_t total = size_of(&in), step = polyxla_buffer_size(group->job), width = polyxla_width(type);
   for (size_t offset = 0; offset < total; offset += step) {
     size_t size = least(step, total - offset);
@@ -192,6 +202,7 @@ static bool next_own_span(Span *span, size_t row, size_t end, const Group *group
 static bool reduce_scatter(Group *group, const FfiCall *call, Arrays in, Arrays out, const char **pieces) {
   Reduction how = polyxla_ffi_number(call, "reduction");
   int type = in.arrays[0]->type;
+  if (!reduces(group, type, how)) return false;
   size_t total = bytes_of(in.arrays[0]), step = polyxla_buffer_size(group->job);
   size_t row = behind(out.arrays[0], polyxla_ffi_number(call, "dimension"));
   for (size_t offset = 0; offset < total; offset += step) {

@@ -338,10 +338,17 @@ def _cut(numbers: list[int], length: int) -> list[list[int]]:
     return [numbers[start : start + length] for start in range(0, len(numbers), length)]
 
 
-def root_opcodes(module: HloModuleProto) -> dict[int, str]:
-    """Return the opcode of each computation's root, by the id of the computation."""
-    opcodes = {instruction.id: instruction.opcode for instruction in _of(module)}
-    return {computation.id: opcodes.get(computation.root_id, "") for computation in module.computations}
+def reduction(computation: HloComputationProto) -> str:
+    """Return the opcode by which a computation combines its two parameters; empty if it does more or less."""
+    parameters = {each.id for each in computation.instructions if each.opcode == "parameter"}
+    (root,) = (each for each in computation.instructions if each.id == computation.root_id)
+    is_simple = len(computation.instructions) == 3 and {*root.operand_ids} == parameters
+    return root.opcode if is_simple and len(parameters) == 2 else ""
+
+
+def reductions(module: HloModuleProto) -> dict[int, str]:
+    """Return the `reduction` of each computation, by its id."""
+    return {computation.id: reduction(computation) for computation in module.computations}
 
 
 def groups(hlo: bytes) -> frozenset[frozenset[int]]:
@@ -403,13 +410,13 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
     replicas: no groups if all replicas meet.
     """
     module = parse_module(hlo)
-    roots = root_opcodes(module)
+    names = reductions(module)
     shapes = {instruction.id: instruction.shape for instruction in _of(module)}
     found: list[Meet] = []
     for instruction in _of(module):
         if not is_collective(instruction):
             continue
-        reduction = [roots.get(number, "") for number in instruction.called_computation_ids[:1]]
+        reducing = [names[number] or "custom" for number in instruction.called_computation_ids[:1]]
         along = (
             [f"along dimension {','.join(map(str, instruction.dimensions))}"]
             if instruction.dimensions
@@ -419,7 +426,7 @@ def meets(hlo: bytes) -> tuple[Meet, ...]:
         if len(arrays) > 1 and arrays[-1] == "float32[]":
             # The last operand is torch_xla's token, which orders its collectives.
             arrays.pop()
-        words = [_kind(instruction), *(f"({name})" for name in reduction), f"of {', '.join(arrays)}", *along]
+        words = [_kind(instruction), *(f"({name})" for name in reducing), f"of {', '.join(arrays)}", *along]
         found.append((" ".join(words), tuple(map(tuple, listed_groups(instruction)))))
     return tuple(found)
 

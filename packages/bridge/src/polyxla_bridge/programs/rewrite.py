@@ -122,7 +122,7 @@ def for_jaxlib(module: bytes, replicas: int, partitions: int = 1) -> bytes:
         computation.root_id for computation in parsed.computations if computation.id in orders
     )
     division = _Division.of(module, parsed, partitions)
-    rules = _Rules(replicas, partitions, hlo.root_opcodes(parsed), shapes, comparisons, division)
+    rules = _Rules(replicas, partitions, hlo.reductions(parsed), shapes, comparisons, division)
     return rewritten(module, parsed, rules.rewrite_of)
 
 
@@ -195,7 +195,7 @@ class _Rules:
     Attributes:
         replicas: number of replicas in the job.
         partitions: number of devices that compute a replica together.
-        roots: opcode of each computation's root, by the id of the computation.
+        reductions: how each computation combines two numbers, by its id.
         shapes: shape of each instruction, by id.
         comparisons: ids of the instructions that decide the order of a sort.
         division: of arrays among all devices; None if nobody divides arrays, or the program itself does.
@@ -203,7 +203,7 @@ class _Rules:
 
     replicas: int
     partitions: int
-    roots: Mapping[int, str]
+    reductions: Mapping[int, str]
     shapes: Mapping[int, Shape]
     comparisons: frozenset[int]
     division: _Division | None
@@ -248,7 +248,7 @@ class _Rules:
 
     def _bitwise(self, instruction: Instruction) -> str | None:
         """Return the operator of an all-reduce that the client refuses; None if it knows it."""
-        combine = self.roots[instruction.called_computation_ids[0]]
+        combine = self.reductions[instruction.called_computation_ids[0]]
         is_known = combine in ("and", "or") and result_shapes(instruction)[0].element_type == hlo.PRED
         return combine if combine in BITWISE and not is_known else None
 

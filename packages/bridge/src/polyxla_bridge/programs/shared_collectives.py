@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,11 +39,11 @@ def rewritten(module: bytes, replicas: int, devices: Sequence[int]) -> bytes:
         The rewritten program; `module` itself if nothing was replaced.
     """
     parsed = hlo.parse_module(module)
-    roots = hlo.root_opcodes(parsed)
+    reductions = hlo.reductions(parsed)
     calls = {
         instruction.id: call
         for instruction in hlo.entry_of(parsed).instructions
-        if (call := _call(instruction, replicas, devices, roots)) is not None
+        if (call := _call(instruction, replicas, devices, reductions)) is not None
     }
     chain = _Chain()
 
@@ -74,13 +73,13 @@ class _Call:
 
     Attributes:
         target: the C function.
-        parts: positions of the operands that go together.
-        attributes: of the call.
+        parts: positions of the operands that go together, and the number of their reduction.
+        attributes: of the call, without the reduction.
         is_in_place: whether each result takes the memory of its operand.
     """
 
     target: str
-    parts: Sequence[Sequence[int]]
+    parts: Sequence[tuple[Sequence[int], int]]
     attributes: Mapping[str, str]
     is_in_place: bool
 
@@ -90,7 +89,7 @@ class _Call:
         if not chain.replica:
             chain.replica = chain.ticket = replacement.add("replica-id", number, []).id
         results: dict[int, int] = {}
-        for part in self.parts:
+        for part, reduction in self.parts:
             operands = [original.operand_ids[position] for position in part]
             shapes = [rewrite.result_shapes(original)[position] for position in part]
             laid_out = [_laid_out(shape) for shape in (*shapes, number)]
@@ -106,7 +105,8 @@ class _Call:
             if self.is_in_place:
                 for index in range(len(part)):
                     call.output_operand_aliasing.add(output_shape_index=[index], operand_index=index)
-            text = ", ".join(f"{name} = {value}" for name, value in self.attributes.items())
+            attributes = {**self.attributes, "reduction": f"{reduction} : i64"}
+            text = ", ".join(f"{name} = {value}" for name, value in attributes.items())
             call.backend_config = f"{{{text}}}".encode()
             *elements, ticket = (
                 self._element(replacement, shape, call.id, index)
@@ -127,7 +127,7 @@ class _Call:
 
 
 def _call(
-    instruction: Instruction, replicas: int, devices: Sequence[int], roots: Mapping[int, str]
+    instruction: Instruction, replicas: int, devices: Sequence[int], reductions: Mapping[int, str]
 ) -> _Call | None:
     """Return how a collective is called; None if the C library does not have it."""
     target = hlo.SHARED_TARGETS.get(instruction.opcode)
@@ -153,27 +153,27 @@ def _call(
     }
     # An all-to-all without a dimension has an operand for each member of the group.
     attributes["dimension"] = f"{instruction.dimensions[0] if instruction.dimensions else -1} : i64"
-    parts: dict[str, list[int]] = defaultdict(list)
+    reduction = next((reductions[id_] for id_ in instruction.called_computation_ids), None)
+    parts: dict[str, tuple[list[int], int]] = {}
     for position, shape in enumerate(rewrite.result_shapes(instruction)):
         dtype, _ = hlo.array_type(shape)
-        # The others have one operand, or one for each of several results.
-        parts[dtype if instruction.opcode in _TOGETHER else str(position)].append(position)
-        reduction = roots[instruction.called_computation_ids[0]] if instruction.called_computation_ids else ""
         number = _reduction(reduction, dtype)
         if number is None:
             return None
-        attributes["reduction"] = f"{number} : i64"
+        # The others have one operand, or one for each of several results.
+        key = dtype if instruction.opcode in _TOGETHER else str(position)
+        parts.setdefault(key, ([], number))[0].append(position)
     return _Call(target, list(parts.values()), attributes, instruction.opcode == "all-reduce")
 
 
-def _reduction(name: str, dtype: str) -> int | None:
-    """Return the number of a reduction, 0 for a collective without one; None if it is not known."""
+def _reduction(name: str | None, dtype: str) -> int | None:
+    """Return the number of a reduction, 0 if a collective has none; None if it is not known."""
     if dtype == "bool":
-        name = _OF_BOOLEANS.get(name, name)
+        name = _OF_BOOLEANS.get(name or "", name)
         known: Sequence[str] = _REDUCTIONS[4:]
     else:
         known = _REDUCTIONS if dtype in _INTEGERS else _REDUCTIONS[:4] if dtype in _FLOATS else ()
-    if not name:
+    if name is None:
         return 0 if known or dtype in _COPIED else None
     return _REDUCTIONS.index(name) if name in known else None
 

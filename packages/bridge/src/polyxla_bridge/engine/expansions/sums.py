@@ -47,9 +47,8 @@ def choose(
     if len(instruction.operand_ids) != _SUMS.get(instruction.opcode):
         return None
     adding = program.computations[instruction.called_computation_ids[0]]
-    opcodes = [step.opcode for step in adding.instructions]
     dtype, dims = hlo.array_type(program.instructions[instruction.operand_ids[0]].shape)
-    if opcodes != ["parameter", "parameter", "add"] or dtype not in (*hlo.NARROW, "float32"):
+    if hlo.reduction(adding) != "add" or dtype not in (*hlo.NARROW, "float32"):
         return None
     if calls_library and instruction.opcode == "reduce":
         summed = tuple(sorted(instruction.dimensions))
