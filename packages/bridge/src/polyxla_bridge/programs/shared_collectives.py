@@ -135,7 +135,7 @@ def _call(
         return None
     groups = hlo.listed_groups(instruction) or [list(range(replicas))]
     if instruction.opcode == "collective-permute":
-        groups = [[pair.source, pair.target] for pair in instruction.source_target_pairs] or [[0, 0]]
+        groups = [[pair.source, pair.target] for pair in instruction.source_target_pairs]
         # In more operands, it writes into parts of arrays.
         if len(instruction.operand_ids) > 1:
             return None
@@ -145,11 +145,11 @@ def _call(
     is_complete = sorted(member for group in groups for member in group) == list(range(replicas))
     if instruction.opcode not in ("collective-permute", "collective-broadcast") and not is_complete:
         return None
-    members = [str(member) for group in groups for member in group]
     attributes = {
-        "groups": f"array<i64: {', '.join(members)}>",
-        "group_size": f"{len(groups[0])} : i64",
-        "devices": f"array<i64: {', '.join(map(str, devices))}>" if devices else "array<i64>",
+        "groups": _numbers([member for group in groups for member in group]),
+        # A permute may have no pairs.
+        "group_size": f"{len(groups[0]) if groups else 0} : i64",
+        "devices": _numbers(devices),
     }
     # An all-to-all without a dimension has an operand for each member of the group.
     attributes["dimension"] = f"{instruction.dimensions[0] if instruction.dimensions else -1} : i64"
@@ -164,6 +164,10 @@ def _call(
         key = dtype if instruction.opcode in _TOGETHER else str(position)
         parts.setdefault(key, ([], number))[0].append(position)
     return _Call(target, list(parts.values()), attributes, instruction.opcode == "all-reduce")
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return f"array<i64: {', '.join(map(str, numbers))}>" if numbers else "array<i64>"
 
 
 def _reduction(name: str | None, dtype: str) -> int | None:
