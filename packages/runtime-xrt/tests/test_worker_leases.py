@@ -15,7 +15,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.worker import leases
 from polyxla_xrt.server.worker.leased_job import LeasedJob
-from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, QueueFullError
+from polyxla_xrt.server.worker.leases import ClosedError, DrainingError, HeldError, Leases, QueueFullError
 from polyxla_xrt.server.worker.session import MemoryBudget
 
 SOON_S = 30.0
@@ -157,6 +157,19 @@ def test_a_draining_worker_refuses_new_and_waiting_jobs(pool: ThreadPoolExecutor
     assert cores.jobs == (first,)
     cores.give_back(first)
     with pytest.raises(DrainingError):
+        acquired(cores)
+
+
+def test_a_process_that_ends_grants_no_cores_to_those_that_wait(pool: ThreadPoolExecutor) -> None:
+    cores: Leases[LeasedJob] = Leases(2)
+    first = acquired(cores)
+    waiting = pool.submit(acquired, cores, "bob", SOON_S)
+    until(lambda: cores.waiting == 1)
+    cores.close()
+    cores.give_back(first)
+    with pytest.raises(ClosedError):
+        waiting.result(SOON_S)
+    with pytest.raises(ClosedError):
         acquired(cores)
 
 

@@ -434,6 +434,22 @@ def test_a_stopped_worker_notifies_its_clients(
     assert worker.process.wait(SOON_S) == 0
 
 
+@pytest.mark.parametrize("options", [(), ("--jobs", "2")], ids=["alone", "shared"])
+def test_a_job_that_waits_while_the_worker_stops_gets_the_cores_of_the_next(
+    start_worker: Start, client: Start, options: tuple[str, ...]
+) -> None:
+    worker = start_worker(*options)
+    assert isinstance(client("lease", worker.address, "0").read(), str)
+    waiting = client("lease", worker.address, "60")
+    assert waiting.read().startswith("waiting for the worker")
+    worker.process.terminate()
+    assert worker.process.wait(SOON_S) == 0
+    after = start_worker("--address", worker.address, *options)
+    key = waiting.read()
+    assert isinstance(key, str), key
+    assert [job["pid"] for job in after.status()["jobs"]] == [waiting.process.pid]
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.5])
 def test_an_early_signal_ends_the_worker_and_no_other_process(after_s: float) -> None:
     """A supervisor that signalled pid 0 would end the other process of its group, too."""

@@ -51,6 +51,10 @@ class DrainingError(Exception):
     """The worker takes no more jobs."""
 
 
+class ClosedError(Exception):
+    """This process of the worker is about to end, and grants no cores any more."""
+
+
 class QueueFullError(Exception):
     """`MAX_WAITING` jobs already wait."""
 
@@ -74,7 +78,7 @@ class Leases(Generic[JobT]):
         self._queue: deque[object] = deque()
         self._changed = threading.Condition()
         self.served = 0
-        self.is_draining = False
+        self.is_draining = self._is_closed = False
         self.idle_since = time.monotonic()
 
     @property
@@ -108,6 +112,7 @@ class Leases(Generic[JobT]):
         Raises:
             HeldError: other jobs held the cores the whole time.
             DrainingError: the worker takes no more jobs.
+            ClosedError: this process of the worker is about to end.
             QueueFullError: too many jobs already wait.
         """
         started, ticket = time.monotonic(), object()
@@ -119,6 +124,8 @@ class Leases(Generic[JobT]):
                 while True:
                     if self.is_draining:
                         raise DrainingError
+                    if self._is_closed:
+                        raise ClosedError
                     if gone():
                         return None
                     # Waiting threads wake in any order; only the first ticket gets cores. So a job that needs
@@ -165,4 +172,10 @@ class Leases(Generic[JobT]):
         """Refuse new jobs, and those that wait."""
         with self._changed:
             self.is_draining = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Refuse new jobs, and those that wait, which may ask the next process."""
+        with self._changed:
+            self._is_closed = True
             self._changed.notify_all()

@@ -38,7 +38,14 @@ from polyxla_xrt.server.worker import glibc_memory
 from polyxla_xrt.server.worker.incoming_array import MisuseError
 from polyxla_xrt.server.worker.keeping import Keeper, KeptFile, TooMuchError
 from polyxla_xrt.server.worker.leased_job import AttachedProcess, LeasedJob
-from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Job, Leases, QueueFullError
+from polyxla_xrt.server.worker.leases import (
+    ClosedError,
+    DrainingError,
+    HeldError,
+    Job,
+    Leases,
+    QueueFullError,
+)
 from polyxla_xrt.server.worker.platforms.engines import JobEngines
 
 ATTACH_S = 110.0
@@ -152,6 +159,9 @@ class LeasingServicer(ABC, Generic[JobT]):
         except DrainingError:
             # The status is not UNAVAILABLE, which clients would retry as a worker that is starting.
             context.abort(grpc.StatusCode.ABORTED, "the worker is draining: it takes no more jobs")
+        except ClosedError:
+            # Clients that wait retry on this status, and reach the worker's next process.
+            context.abort(grpc.StatusCode.UNAVAILABLE, "this process of the worker ends")
         except QueueFullError:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many jobs wait for this worker's cores")
         raise AssertionError("abort raises")
@@ -288,6 +298,8 @@ class LeasingServicer(ABC, Generic[JobT]):
             error: the reason.
             timeout_s: longest wait for jobs in other processes, in seconds.
         """
+        # The cores that return now would otherwise go to the next job, which would end with this process.
+        self.leases.close()
         for job in self.leases.jobs:
             job.end(error)
 
@@ -389,8 +401,7 @@ class WorkerServicer(LeasingServicer[LeasedJob]):
             why: what happened to the cores.
         """
         # The job ends first, so that its processes receive the reason while this process can still send it.
-        for job in self.leases.jobs:
-            job.end(PjrtError(Code.ABORTED, why))
+        self.stop(PjrtError(Code.ABORTED, why), 0.0)
         _log.warning("%s: replacing this process", why)
         time.sleep(NOTIFY_S)
         self._give_up()
