@@ -97,6 +97,8 @@ def test_the_context_covers_everything_that_determines_the_binary(
     flags.write_text("--xla_cpu_enable_fast_math=true")
     from_file = dataclasses.replace(plain, xla_flags=str(flags))
     found = [cache.context(plain, {}), cache.context(plain, {"an": "option"}), cache.context(from_file, {})]
+    found.append(cache.context(dataclasses.replace(plain, has_tpu_numerics=True), {}))
+    found.append(cache.context(dataclasses.replace(plain, has_torch_kernels=False), {}))
     flags.write_text("--xla_cpu_enable_fast_math=false")
     found.append(cache.context(from_file, {}))
     others: list[tuple[ModuleType, str, Any]] = [

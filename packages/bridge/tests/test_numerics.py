@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,9 @@ import pytest
 
 from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.engine.jax_engine import JaxEngine
+from polyxla_bridge.engine.pjrt_engine import PjrtEngine
 from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import numerics
 from polyxla_testing.engine_conformance import compiled, download, module, upload
 
@@ -104,3 +107,21 @@ UNCHANGED: dict[str, Callable[[str], str]] = {
 def test_other_products_stay(what: str) -> None:
     program = module(UNCHANGED[what](DOT))
     assert numerics.as_on_tpu(program) is program
+
+
+@pytest.mark.parametrize("has", [True, False])
+@pytest.mark.parametrize("kind", ["jaxlib", "plugin"])
+def test_a_kept_program_is_loaded_only_where_products_are_the_same(
+    kind: str, has: bool, request: pytest.FixtureRequest
+) -> None:
+    def opened(has_tpu_numerics: bool) -> Engine:
+        settings = BridgeSettings(has_tpu_numerics=has_tpu_numerics)
+        if kind == "jaxlib":
+            return JaxEngine(settings)
+        return PjrtEngine(settings, request.getfixturevalue("cpu_plugin"), {"cpu_device_count": 1})
+
+    with closing(opened(has)) as engine:
+        data = engine.serialize(compiled(engine, DOT.replace("OPTIONS", "")))
+        assert engine.deserialize(data).name == "product"
+    with closing(opened(not has)) as engine, pytest.raises(PjrtError, match="with a TPU's products"):
+        engine.deserialize(data)

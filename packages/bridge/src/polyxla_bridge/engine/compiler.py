@@ -17,7 +17,7 @@ from polyxla_bridge.engine.expansions import cpu, torch_library
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import POLYXLA_CPU_KERNELS, POLYXLA_SHARED_MEMORY, BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import arguments, cache, hlo, kernels, rewrite, shared_collectives
+from polyxla_bridge.programs import arguments, cache, hlo, kernels, numerics, rewrite, shared_collectives
 from polyxla_bridge.programs.compile_once import CompileCoordinator, CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 
@@ -52,6 +52,7 @@ class Compiler(CompileOnce):
         kept = cache.for_job(settings, options, on_lookup)
         super().__init__(kept, coordinator if settings.processes > 1 else None)
         self._settings = settings
+        self._name = COMPILER + (numerics.NAME if settings.has_tpu_numerics else "")
         self._clients = clients
         for target in custom_calls.TARGETS:
             custom_calls.register(target)
@@ -135,11 +136,11 @@ class Compiler(CompileOnce):
 
     def serialize(self, executable: Executable) -> bytes:
         """Return the program in jaxlib's format, with a header for what that format lacks."""
-        return pack(executable, executable.native["program"].data, COMPILER)
+        return pack(executable, executable.native["program"].data, self._name)
 
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process of a job with as many devices."""
-        unpacked = unpack(data, self._settings.replicas, COMPILER)
+        unpacked = unpack(data, self._settings.replicas, self._name)
         program = JaxProgram(self._clients, {}, unpacked.native, unpacked.executable.outputs)
         if not self._clients.memory.is_shared and hlo.shares_memory(unpacked.executable.optimized_hlo):
             raise PjrtError(

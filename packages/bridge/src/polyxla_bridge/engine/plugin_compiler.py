@@ -15,7 +15,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import programs
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_bridge.plugin_client.programs import LoadedProgram
-from polyxla_bridge.programs import arguments, cache, hlo, kernels, merging, rewrite
+from polyxla_bridge.programs import arguments, cache, hlo, kernels, merging, numerics, rewrite
 from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable, pack, unpack
 from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto, HloModuleProtoWithConfig
@@ -74,6 +74,8 @@ class PluginCompiler(CompileOnce):
         self, settings: BridgeSettings, client: PluginClient, on_lookup: Callable[[bool], None] | None
     ) -> None:
         self.name = f"{client.platform} ({client.platform_version}) API {abi.MAJOR}.{client.plugin.minor}"
+        if settings.has_tpu_numerics:
+            self.name += numerics.NAME
         self._settings = settings
         self._client = client
         self._local = [index for index, device in enumerate(client.devices) if device.is_local]

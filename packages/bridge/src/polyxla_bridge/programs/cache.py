@@ -226,7 +226,8 @@ def _problem(settings: BridgeSettings) -> str | None:
 def context(settings: BridgeSettings, compiler: Mapping[str, str | bool]) -> str:
     """Return a digest of everything but the program that determines the compiled code."""
     # Settings that do not change the code, such as the platform's name and timeouts, are left out.
-    job = [settings.replicas, _flags(settings.xla_flags), sorted(compiler.items())]
+    rewriting = [settings.has_tpu_numerics, settings.has_torch_kernels]
+    job = [settings.replicas, rewriting, _flags(settings.xla_flags), sorted(compiler.items())]
     # XLA divides loops by the number of threads.
     machine = [settings.nproc, len(os.sched_getaffinity(0)), platform.machine(), cpu()]
     whole = json.dumps([executable.code_digest(), version("jaxlib"), job, machine])

@@ -13,6 +13,8 @@ from polyxla_bridge.programs import hlo, kernels, rewrite
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
 
+NAME = " with a TPU's products"
+"""Follows the name of a compiler whose programs were rewritten here."""
 PRODUCTS = ("dot", "convolution", "ragged-dot")
 _DEFAULT, _HIGH, _HIGHEST = range(3)
 _ALGORITHMS = {6: _DEFAULT, 7: _HIGH}
