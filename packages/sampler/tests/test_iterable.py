@@ -62,7 +62,36 @@ def test_each_record_goes_to_the_next_replica(stop: int) -> None:
 def test_drop_last_drops_the_remainder_unless_repeat_is_false() -> None:
     loader = DataLoader(Numbers(11), batch_size=1, drop_last=True)
     assert [read(shard(loader, rank, 4)) for rank in (0, 3)] == [[0, 4], [3, 7]]
-    assert [read(shard(loader, rank, 4, repeat=False)) for rank in (0, 3)] == [[0, 4, 8], [3, 7, 0]]
+    assert [read(shard(loader, rank, 4, repeat=False)) for rank in (0, 3)] == [[0, 4, 8], [3, 7]]
+
+
+@pytest.mark.parametrize("drop_last", [False, True], ids=["whole", "drop-last"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_evaluation_has_every_record_of_a_stream_once(workers: int, drop_last: bool) -> None:
+    options: Any = {"batch_size": 3, "num_workers": workers, "drop_last": drop_last}
+    for stop in (0, 1, 5, 8, 9) if workers == 0 else (13, 17):
+        # Each worker reads every second record; the replicas divide these.
+        streams = [range(stop)[first :: workers or 1] for first in range(workers or 1)]
+        full = [-(-len(stream) // 4) // 3 * 3 if drop_last else stop for stream in streams]
+        expected = [
+            stream[i]
+            for stream, most in zip(streams, full, strict=True)
+            for i in range(len(stream))[: 4 * most]
+        ]
+        loaders = [shard(DataLoader(Numbers(stop), **options), rank, 4, repeat=False) for rank in range(4)]
+        assert sorted(chain(*map(read, loaders))) == sorted(expected)
+        for each in loaders:
+            assert each is not None
+            each.set_epoch(0)
+        lengths = {len(list(each.marked())) for each in loaders if each is not None}
+        assert len(lengths) == 1, "all replicas get the same number of batches"
+
+
+def test_a_repeat_without_batches_is_marked() -> None:
+    loader = DataLoader(Numbers(3), batch_size=None)
+    sharded = shard(loader, 1, 2, repeat=False)
+    assert sharded is not None
+    assert list(sharded.marked()) == [(1, False), (0, True)]
 
 
 def test_each_workers_stream_is_divided_separately() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from polyxla import UsageError
 from polyxla_testing import PluginInstaller
@@ -129,6 +129,37 @@ def test_records_of_a_stream_are_divided_one_by_one() -> None:
     found = _trainer(2).predict(_Doubles(), DataLoader(_Stream(), batch_size=2))
     values = [prediction["doubled"].tolist() for prediction in found]
     assert values == [[0.0, 4.0], [2.0, 6.0], [8.0, 12.0], [10.0, 14.0]]
+
+
+class _Counted(IterableDataset[Any]):
+    """Ten records, which the workers divide; with a length, of which the batches of two workers are more."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        return iter(
+            [[value] for value in torch.arange(10.0)][
+                info.id if info else 0 :: info.num_workers if info else 1
+            ]
+        )
+
+
+@REPLICAS
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_record_of_a_stream_is_evaluated_once(devices: int, workers: int) -> None:
+    loader = DataLoader(_Counted(), batch_size=4, num_workers=workers)
+    assert _trainer(devices).validate(_Doubles(), loader) == {"mean": 4.5}
+    found = _trainer(devices).predict(_Doubles(), loader)
+    values = [value for prediction in found for value in prediction["doubled"].tolist()]
+    assert sorted(values) == [2.0 * record for record in range(10)]
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(1, 1), (4, 4), (9, 4), (0.7, 2)])
+def test_a_limit_counts_the_batches_of_a_stream(limit: float, batches: int) -> None:
+    loader = DataLoader(_Counted(), batch_size=4, num_workers=2)
+    assert len(_trainer(limit_predict_batches=limit).predict(_Doubles(), loader)) == batches
 
 
 class _Lit(lightning.LightningModule):

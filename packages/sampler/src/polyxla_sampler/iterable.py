@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -98,6 +100,10 @@ class ShardedIterable(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         records = self._records(derive_seed(self.seed, epoch, stream), in_worker=info is not None)
+        return self._share(records, skipped)
+
+    def _share(self, records: Iterable[Any], skipped: int) -> Iterator[Any]:
+        """Iterate over this replica's records of a stream, after the first `skipped` of all replicas."""
         return round_robin(records, skipped, self.num_replicas, self.rank, self.remainder)
 
     def _records(self, seed: int, in_worker: bool) -> Iterable[Any]:
@@ -118,8 +124,62 @@ class ShardedIterable(IterableDataset[Any]):
         setattr(self.dataset, name, value)
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """A record that is repeated, so that a replica has as many batches as the others."""
+
+    record: Any
+
+
+class EvaluationIterable(ShardedIterable):
+    """One replica's records in an evaluation: none counts twice, and all replicas get equally many batches.
+
+    A replica with one record less than the first has a smaller last batch. If that leaves the batch empty, a
+    `Repeat` is the whole batch.
+
+    Args:
+        dataset: as for `ShardedIterable`.
+        num_replicas: number of replicas.
+        rank: this replica.
+        seed: must be the same in every replica.
+        workers: number of the DataLoader's workers.
+        batch_size: number of records per batch.
+        drop_last: drop a stream's last batch if the first replica has too few records for it.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        num_replicas: int,
+        rank: int,
+        seed: int,
+        workers: int,
+        batch_size: int,
+        drop_last: bool,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, seed, workers=workers)
+        self.__dict__.update(_batch_size=batch_size, _drop_last=drop_last)
+
+    def _share(self, records: Iterable[Any], skipped: int) -> Iterator[Any]:
+        stream = iter(records)
+        first = list(islice(stream, self.num_replicas))
+        rest = islice(chain(first, stream), skipped, None)
+        batch: list[Any] = []
+        for number in count():
+            group = list(islice(rest, self.num_replicas))
+            if not group:
+                return
+            if self.rank < len(group):
+                batch.append(group[self.rank])
+            elif number % self._batch_size == 0:
+                batch.append(Repeat(first[(self.rank - len(group)) % len(first)]))
+            if not self._drop_last or (number + 1) % self._batch_size == 0:
+                yield from batch
+                batch.clear()
+
+
 class WorkerIdCollate:
-    """A collate function that adds the worker's number to each batch.
+    """A collate function that adds to each batch the worker's number, and whether it is a `Repeat`.
 
     Args:
         collate: the loader's own collate function.
@@ -128,10 +188,16 @@ class WorkerIdCollate:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, records: Any) -> tuple[int, Any]:
-        """Return the worker's number and the batch."""
+    def __call__(self, records: Any) -> tuple[int, bool, Any]:
+        """Return the worker's number, whether the batch is a repeat, and the batch."""
         info = get_worker_info()
-        return info.id if info else 0, self.collate(records)
+        # The DataLoader passes a list of records, or without batches a single one.
+        is_repeat = isinstance(records, Repeat)
+        if is_repeat:
+            records = records.record
+        elif isinstance(records, list) and records and isinstance(records[0], Repeat):
+            is_repeat, records = True, [records[0].record]
+        return info.id if info else 0, is_repeat, self.collate(records)
 
 
 class StreamEpochs(ResumableEpochs):
@@ -140,11 +206,13 @@ class StreamEpochs(ResumableEpochs):
     Args:
         dataset: the streams; each iteration sets where they start.
         batch_size: number of records per batch.
+        drop_last: whether a stream's last batch is dropped if it is incomplete.
     """
 
-    def __init__(self, dataset: ShardedIterable, batch_size: int) -> None:
+    def __init__(self, dataset: ShardedIterable, batch_size: int, drop_last: bool) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
+        self.drop_last = drop_last
         self._workers = array("L")
         self._position = self._start_position()
 
@@ -160,21 +228,22 @@ class StreamEpochs(ResumableEpochs):
         return state
 
     def count(self, state: State) -> int:
-        """Return how many records this replica gets after `state`, by the dataset's length.
+        """Return how many batches this replica gets after `state`, by the dataset's length.
 
         Raises:
             TypeError: the dataset has no length.
         """
-        return self.dataset.division(sum(state["position"])).count(self.dataset.rank)
+        records = self.dataset.division(sum(state["position"])).count(self.dataset.rank)
+        return records // self.batch_size if self.drop_last else -(-records // self.batch_size)
 
-    def batches(self, numbered: Iterable[tuple[int, Any]]) -> Iterator[Any]:
+    def marked(self, collated: Iterable[tuple[int, bool, Any]]) -> Iterator[tuple[Any, bool]]:
         """Iterate over the batches of a `WorkerIdCollate`, and record which worker each came from."""
         workers = self._workers
-        for worker, batch in numbered:
+        for worker, is_repeat, batch in collated:
             # Workers that are slow or have shorter streams deliver out of turn, so their order is recorded
             # and not computed.
             workers.append(worker)
-            yield batch
+            yield batch, is_repeat
 
     def state_after(self, state: State, consumed: int) -> State:
         """Return the state after every replica has used `consumed` batches, starting from `state`."""

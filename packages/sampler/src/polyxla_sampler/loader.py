@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from polyxla_sampler.epochs import ResumableEpochs, RoundRobinEpochs, State
-from polyxla_sampler.iterable import ShardedIterable, StreamEpochs, WorkerIdCollate
+from polyxla_sampler.iterable import EvaluationIterable, ShardedIterable, StreamEpochs, WorkerIdCollate
 from polyxla_sampler.sampler import EvaluationSampler, RoundRobinSampler, ShardedSampler
 
 _WORLDS = ("_distributed", "_parallel_rank_world", "_rank_world", "distributed_env")
@@ -151,7 +151,7 @@ class ShardedLoader:
         state = self._next_state()
         if isinstance(self._epochs, StreamEpochs):
             # Not len() of the loader: with it torch warns if the streams of the workers end unevenly.
-            return self._batches(self._epochs.count(state))
+            return self._epochs.count(state)
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,7 +167,7 @@ class ShardedLoader:
         self._epoch += 1
         batches: Iterator[Any] = iter(self.loader)
         if isinstance(self._epochs, StreamEpochs):
-            batches = self._epochs.batches(batches)
+            return self._epochs.marked(batches)
         found = self._evaluated(state)
         return ((batch, found is not None and number >= found[1]) for number, batch in enumerate(batches))
 
@@ -270,7 +270,7 @@ def shard(
     # An evaluation must see every record, whatever the loader says.
     drop_last = repeat and bool(getattr(loader.batch_sampler, "drop_last", False))
     if isinstance(loader.dataset, IterableDataset):
-        return _stream_loader(loader, shard_index, shard_count, seed, drop_last)
+        return _stream_loader(loader, shard_index, shard_count, seed, repeat)
     if (divided := _division(loader, shard_count)) is not None:
         return _self_sharded_loader(loader, divided, shard_count, repeat)
     drawn: Any = loader.batch_sampler if _has_batches(loader) else loader.sampler
@@ -302,18 +302,22 @@ def _divided_sampler(
     return RoundRobinSampler(drawn, count, index, seed, drop_last)
 
 
-def _stream_loader(
-    loader: DataLoader[Any], index: int, count: int, seed: int, drop_last: bool
-) -> ShardedLoader:
+def _stream_loader(loader: DataLoader[Any], index: int, count: int, seed: int, repeat: bool) -> ShardedLoader:
     dataset: Any = loader.dataset
     name = type(dataset).__name__
     note = f"{_who_reads(count)} the records of {name}; every replica reads all of them"
     if (divided := divided_by(dataset, count)) is not None:
         note = divided.note(count)
         index, count = 0, 1
-    mine = ShardedIterable(dataset, count, index, seed, drop_last, loader.num_workers)
-    rebuilt = _rebuilt(loader, None, dataset=mine, collate_fn=WorkerIdCollate(loader.collate_fn))
-    epochs = StreamEpochs(mine, loader.batch_size or 1)
+    size, drop_last, workers = loader.batch_size or 1, loader.drop_last, loader.num_workers
+    collate = WorkerIdCollate(loader.collate_fn)
+    if repeat:
+        mine = ShardedIterable(dataset, count, index, seed, drop_last, workers)
+        rebuilt = _rebuilt(loader, None, dataset=mine, collate_fn=collate)
+    else:
+        mine = EvaluationIterable(dataset, count, index, seed, workers, size, drop_last)
+        rebuilt = _rebuilt(loader, None, dataset=mine, collate_fn=collate, drop_last=False)
+    epochs = StreamEpochs(mine, size, drop_last)
     return ShardedLoader(rebuilt, epochs, loader.batch_size, _note(loader, note))
 
 

@@ -53,6 +53,17 @@ def length_of(loader: Iterable[Any]) -> int | None:
 def count_batches(length: int | None, options: FitOptions, option: str) -> int | None:
     """Return how many batches of an epoch are read; None for all of a loader without a length.
 
+    Arguments and errors are those of `batch_limit`.
+    """
+    limit = batch_limit(length, options, option)
+    if length is None or limit is None:
+        return length if limit is None else limit
+    return min(length, limit)
+
+
+def batch_limit(length: int | None, options: FitOptions, option: str) -> int | None:
+    """Return how many batches of an epoch an option allows; None for all.
+
     Args:
         length: number of the loader's batches; None if it is unknown.
         options: the Trainer's options.
@@ -62,11 +73,9 @@ def count_batches(length: int | None, options: FitOptions, option: str) -> int |
         UsageError: the limit is a fraction of an unknown number, or of too few batches.
     """
     limit: float | None = getattr(options, option)
-    if limit is None:
-        return length
     # An int is a number of batches and a float a fraction, as in Lightning: 1 is one batch, 1.0 all of them.
-    if isinstance(limit, int):
-        return limit if length is None else min(length, limit)
+    if limit is None or isinstance(limit, int):
+        return limit
     return _fraction(length, limit, option)
 
 

@@ -58,7 +58,7 @@ def evaluate(work: Workspace, loader: Loader, kind: StepKind) -> None:
         adapter.call(f"on_{kind}_epoch_start")
         # Closing ends the runtime's threads, which read ahead of the limit.
         with closing(iter(loader)) as arriving:
-            for index, arrived in enumerate(islice(arriving, work.batches_of(loader, kind))):
+            for index, arrived in enumerate(islice(arriving, work.limit_of(loader, kind))):
                 read += 1
                 batch = after_transfer(arrived, 0) if after_transfer else arrived
                 metrics.start_batch(batch, is_training=False, real=loader.real, valid=loader.valid)

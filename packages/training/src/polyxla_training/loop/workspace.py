@@ -17,9 +17,12 @@ from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.loop.call import TrainerCall, TrainerOutcome
 from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.module_adapter import ModuleAdapter
-from polyxla_training.progress import Progress, count_batches, length_of
+from polyxla_training.progress import Progress, batch_limit, count_batches, length_of
 from polyxla_training.resume import Checkpoint, find_checkpoint
 from polyxla_training.shared_directory import check_shared
+
+_SHORT = {"training": "train", "validation": "val", "test": "test", "predict": "predict"}
+"""The kinds of steps, as the names of loaders and of limits have them."""
 
 
 class Workspace:
@@ -115,7 +118,7 @@ class Workspace:
             UsageError: there is no batch.
         """
         if data is None:
-            short = {"training": "train", "validation": "val"}.get(kind, kind)
+            short = _SHORT[kind]
             raise UsageError(
                 f"there is nothing to {'train' if kind == 'training' else self.call.stage} on",
                 where=f"Trainer.{self.call.stage}",
@@ -130,8 +133,14 @@ class Workspace:
 
     def batches_of(self, loader: Loader, kind: str) -> int | None:
         """Return how many batches of a loader are read; None for all of one without a length."""
-        short = {"training": "train", "validation": "val"}.get(kind, kind)
-        return count_batches(length_of(loader), self.options, f"limit_{short}_batches")
+        return count_batches(length_of(loader), self.options, f"limit_{_SHORT[kind]}_batches")
+
+    def limit_of(self, loader: Loader, kind: str) -> int | None:
+        """Return how many batches of a loader may be read; None for all.
+
+        Not the loader's length: each worker of an iterable dataset may end with a batch that is not full.
+        """
+        return batch_limit(length_of(loader), self.options, f"limit_{_SHORT[kind]}_batches")
 
     def publish(self) -> None:
         """Compute the means of what was logged, and pass them to the listeners. A collective."""
