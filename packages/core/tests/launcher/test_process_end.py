@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from polyxla import Replica
+from polyxla import Replica, ReplicaLostError
 from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import processes
 from polyxla_testing.processes import wait_until
@@ -83,6 +83,43 @@ def test_a_replica_that_has_returned_is_awaited_while_its_thread_writes(
     assert re.match(
         rf"polyxla: waiting for the end of {', '.join(who)}: the function has", errors.read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("function", "how"), [(os.abort, "was ended by SIGABRT"), (lambda: os._exit(9), "exited with code 9")]
+)
+def test_a_replica_that_fails_after_it_has_returned_is_named(
+    function: Callable[[], None], how: str, method: ProcessMethod, run_bare: Callable[..., list[Any]]
+) -> None:
+    def leave(replica: Replica) -> None:
+        if replica.ordinal == 1:
+            atexit.register(function)
+
+    with pytest.raises(ReplicaLostError) as caught:
+        run_bare(leave, size=2, method=method)
+    assert re.fullmatch(rf"process 1 \(replica 1; pid \d+\) returned, then {how}", str(caught.value))
+
+
+def test_output_that_cannot_be_written_is_an_error(
+    method: ProcessMethod, run_bare: Callable[..., list[Any]]
+) -> None:
+    def write(_: Replica) -> None:
+        sys.stdout = Path("/dev/full").open("w")  # noqa: SIM115
+        print("lost")
+
+    with pytest.raises(ReplicaLostError, match=r"process could not write its output: .*No space left"):
+        run_bare(write, method=method)
+
+
+def test_a_replica_may_close_its_output(method: ProcessMethod, run_bare: Callable[..., list[Any]]) -> None:
+    def close(replica: Replica) -> int:
+        if replica.ordinal == 0:
+            sys.stdout.close()
+        else:
+            sys.stdout = sys.stderr = None
+        return replica.ordinal
+
+    assert run_bare(close, size=2, method=method) == [0, 1]
 
 
 def end(code: str, **options: Any) -> subprocess.CompletedProcess[str]:

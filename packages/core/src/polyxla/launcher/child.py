@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from polyxla import env, tracebacks
+from polyxla.errors import ReplicaLostError
 from polyxla.launcher import (
     failures,
 )
@@ -126,10 +127,15 @@ def finish(pipe: Connection, work: bytes | Callable[[], Any]) -> None:
         deadline = time.monotonic() + failures.INTERRUPT_GRACE_S / 2
         for thread in _replica_threads():
             thread.join(max(0.0, deadline - time.monotonic()))
+    # Before the answer: a replica whose output is lost has not succeeded.
+    try:
+        _flush()
+    except Exception as error:
+        if isinstance(answer, Returned):
+            lost = ReplicaLostError(f"the replica's process could not write its output: {error}")
+            answer = _raised(lost)
     _has_answered.set()
     link.send(Message("answer", pack(answer)))
-    sys.stdout.flush()
-    sys.stderr.flush()
     if isinstance(answer, Raised) and _replica_threads():
         # Other replicas of this process wait in a collective for the one that failed; only the end of the
         # process stops them.
@@ -138,6 +144,13 @@ def finish(pipe: Connection, work: bytes | Callable[[], Any]) -> None:
 
 def _replica_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(REPLICA_THREAD)]
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A process may have no such stream, and a program may close its own.
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
 
 
 def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:
@@ -149,9 +162,13 @@ def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:
         return Returned(run(job, place))
     except BaseException as raised:
         # It may come from loading the work as well, which imports the program's modules.
-        error = tracebacks.as_error(raised, "the replica's process")
-        tracebacks.fold(error)
-        return failures.explain(Raised(error, "".join(traceback.format_exception(error))))
+        return _raised(raised)
+
+
+def _raised(raised: BaseException) -> Raised:
+    error = tracebacks.as_error(raised, "the replica's process")
+    tracebacks.fold(error)
+    return failures.explain(Raised(error, "".join(traceback.format_exception(error))))
 
 
 def end_process(code: int, *, takes_apart: bool = True) -> NoReturn:
@@ -172,8 +189,7 @@ def end_process(code: int, *, takes_apart: bool = True) -> NoReturn:
         except BaseException:
             traceback.print_exc()
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         # C libraries print through buffers of their own.
         ctypes.CDLL(None).fflush(None)
     except Exception:

@@ -232,9 +232,12 @@ def _await_exits(children: Sequence[ReplicaProcess]) -> None:
 
     Their threads and exit functions may still write a checkpoint. As for an answer, there is no limit to the
     wait, because a thread may be the program's main work; what it waits for is said every `EXIT_NOTICE_S`.
+
+    Raises:
+        ReplicaLostError: one has ended by a signal, or with another exit code than 0.
     """
     notice = time.monotonic() + EXIT_NOTICE_S
-    while running := [child for child in children if child.process.ended() is None]:
+    while running := [child for child in children if _is_running(child)]:
         if time.monotonic() >= notice:
             notice += EXIT_NOTICE_S
             say(
@@ -242,6 +245,13 @@ def _await_exits(children: Sequence[ReplicaProcess]) -> None:
                 "threads or exit functions of the program still run; Ctrl-C ends them"
             )
         time.sleep(POLL_S)
+
+
+def _is_running(child: ReplicaProcess) -> bool:
+    end = child.process.ended()
+    if end and end.code:
+        raise ReplicaLostError(f"{child} returned, then {end}")
+    return end is None
 
 
 def _interrupt(children: Sequence[ReplicaProcess]) -> None:
