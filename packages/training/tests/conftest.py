@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -223,6 +224,25 @@ def remote(request: pytest.FixtureRequest) -> Iterator[str]:
 
     yield "memory://bucket/run"
     fsspec.filesystem("memory").store.clear()
+
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def unprivileged() -> AbstractContextManager[None]:
+    """Within the block, act as a user without permissions, if this process runs as root."""
+    return _unprivileged()
+
+
+@contextmanager
+def _unprivileged() -> Iterator[None]:
+    before = os.geteuid()
+    os.seteuid(NOBODY if before == 0 else before)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,7 +36,6 @@ from polyxla_training.checkpoint.atomic import SUFFIX
 TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"
 MEBIBYTE = 2**20
-NOBODY = 65534
 
 
 def _parts(directory: Path) -> list[Path]:
@@ -219,21 +219,12 @@ def test_missing_directories_are_made_and_long_names_fit(tmp_path: Path) -> None
     assert load(path) == [1]
 
 
-@contextlib.contextmanager
-def _unprivileged() -> Iterator[None]:
-    """Act as a user without permissions, if this process runs as root."""
-    before = os.geteuid()
-    os.seteuid(NOBODY if before == 0 else before)
-    try:
-        yield
-    finally:
-        os.seteuid(before)
-
-
 @pytest.mark.parametrize("where", ["state", "new/state"])
-def test_a_directory_without_write_permission_is_an_error(tmp_path: Path, where: str) -> None:
+def test_a_directory_without_write_permission_is_an_error(
+    tmp_path: Path, where: str, unprivileged: AbstractContextManager[None]
+) -> None:
     tmp_path.chmod(0o500)
-    with _unprivileged(), pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
+    with unprivileged, pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
         save([1], tmp_path / where)
     tmp_path.chmod(0o700)
     assert _names(tmp_path) == []

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -98,6 +102,54 @@ def test_an_unreadable_checkpoint_is_not_skipped(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(folder, "load", refuse)
     with pytest.raises(CheckpointError, match=r"step-00000002.*Input/output error"):
         checkpoints.load_latest()
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    """A directory that other users find; those above pytest's own they may not even enter."""
+    with TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(
+    run: Path, unprivileged: AbstractContextManager[None]
+) -> None:
+    checkpoints = CheckpointFolder(run)
+    checkpoints.save(1, [1])
+    run.chmod(0o311)
+    with unprivileged, pytest.raises(CheckpointError, match=r"cannot be listed: .*Permission denied"):
+        checkpoints.load_latest()
+    run.chmod(0o755)
+    assert checkpoints.latest() is not None
+
+
+def test_a_checkpoint_in_shards_that_cannot_be_listed_is_not_skipped(
+    run: Path, unprivileged: AbstractContextManager[None]
+) -> None:
+    checkpoints, shards = CheckpointFolder(run), run / "step-00000002.shards"
+    checkpoints.save(1, [1])
+    shards.mkdir()
+    shards.chmod(0o311)
+    with unprivileged, pytest.raises(CheckpointError, match=r"cannot be listed: .*Permission denied"):
+        checkpoints.load_latest()
+    shards.chmod(0o755)
+
+
+def test_a_checkpoint_is_saved_where_old_ones_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    checkpoints.save(1, [1])
+
+    def fails(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", fails)
+        checkpoints.save(2, [2])
+    assert "polyxla: old checkpoints are not deleted: " in capsys.readouterr().err
+    assert [entry.step for entry in checkpoints.entries()] == [1, 2]
 
 
 def test_the_oldest_are_deleted_but_for_those_kept_forever(tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def test_without_any_checkpoint_nothing_is_loaded() -> None:
     assert _load(["auto"] * 4) == [None] * 4
 
 
+def test_a_directory_that_cannot_be_listed_is_an_error_in_all() -> None:
+    Path("file").write_text("")
+    errors = _load(["auto"] * 4, ["file"] * 4)
+    assert all("'file' cannot be listed: " in str(error) for error in errors)
+
+
 def test_a_damaged_newest_checkpoint_is_skipped_by_all() -> None:
     damaged = _saved("shared", 1, 2) / "step-00000002.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])

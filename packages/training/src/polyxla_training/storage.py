@@ -326,19 +326,37 @@ def check_location(path: str | os.PathLike[str], where: str) -> None:
 
 
 def directories_in(directory: Location, prefix: str) -> Iterator[Location]:
-    """Yield the directories in a directory whose names begin with `prefix`."""
-    found = directory.directories() if isinstance(directory, RemotePath) else directory.glob(f"{prefix}*/")
-    yield from (path for path in found if path.name.startswith(prefix))
+    """Yield the directories in a directory whose names begin with `prefix`; none if there is no directory.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    if isinstance(directory, RemotePath):
+        yield from (path for path in directory.directories() if path.name.startswith(prefix))
+    else:
+        yield from (path for path in _paths_in(directory, prefix) if path.is_dir())
 
 
 def files_in(directory: Location, prefix: str) -> Iterator[FileInfo]:
-    """Yield the files in a directory whose names begin with `prefix`; none if there is no directory."""
+    """Yield the files in a directory whose names begin with `prefix`; none if there is no directory.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
     if isinstance(directory, RemotePath):
         yield from (FileInfo(*found) for found in directory.files() if found[0].name.startswith(prefix))
         return
-    for path in directory.glob(f"{prefix}*"):
+    for path in _paths_in(directory, prefix):
         # Another process may delete the file between the listing and this call.
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
             if path.is_file():
                 yield FileInfo(path, status.st_size, status.st_mtime)
+
+
+def _paths_in(directory: Path, prefix: str) -> list[Path]:
+    # Not Path.glob, which finds nothing in a directory that cannot be listed.
+    try:
+        return [path for path in directory.iterdir() if path.name.startswith(prefix)]
+    except FileNotFoundError:
+        return []

@@ -194,9 +194,14 @@ class CheckpointFolder:
     def _delete_old(self, written: Location) -> None:
         if self._keep is None:
             return
+        try:
+            best, entries = self.best(), self.entries()
+        except CheckpointError as error:
+            # The new checkpoint is safe, so a training need not end for this.
+            say(f"old checkpoints are not deleted: {error.what}")
+            return
         # Only the latest of the best is kept: those before it were the best of an earlier time.
-        best = self.best()
-        others = (entry for entry in self.entries() if best is None or entry.path != best.path)
+        others = (entry for entry in entries if best is None or entry.path != best.path)
         deletable = [entry.path for entry in others if not entry.is_kept]
         for path in deletable[: -self._keep]:
             # After resuming from an earlier checkpoint, the file just written may have the lowest step. Files

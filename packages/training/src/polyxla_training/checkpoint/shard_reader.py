@@ -361,7 +361,10 @@ def consolidate(place: Location, out: Location | None = None, *, key: str = "mod
 
 
 def _check_sharded(place: Location) -> None:
-    newest = max((directory.name for directory in directories_in(place, "step-")), default=None)
+    try:
+        newest = max((directory.name for directory in directories_in(place, "step-")), default=None)
+    except NotADirectoryError:
+        newest = None
     # The likely mistake is to name the directory of all checkpoints.
     if is_sharded(place) and newest is None:
         return
