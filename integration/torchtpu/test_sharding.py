@@ -281,6 +281,31 @@ def test_a_model_larger_than_a_device_trains_in_shards(monkeypatch: pytest.Monke
     assert train("fsdp") < 1.2
 
 
+class Evaluated(Model):
+    """Its steps compute with gathered parameters, and do not take a mask."""
+
+    log: Any
+
+    def validation_step(self, batch: Any) -> None:
+        self(batch[0])
+        self.log("first", batch[0][:, 0].float())
+
+    def predict_step(self, batch: Any) -> torch.Tensor:
+        self(batch[0])
+        return batch[0][:, 0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("records", [1, 9, 17])
+def test_a_divided_module_evaluates_any_number_of_records(records: int) -> None:
+    words = sentences().tensors[0][:records]
+    loader = DataLoader(TensorDataset(words), 4)
+    options: Any = {"devices": 2, "log_dir": None, "progress": False}
+    trainer = polyxla_training.Trainer(strategy="fsdp", runtime="torchtpu", **options)
+    found = trainer.validate(Evaluated(), loader)
+    assert found == {"first": pytest.approx(words[:, 0].float().mean().item())}
+    assert torch.cat(trainer.predict(Evaluated(), loader)).tolist() == words[:, 0].tolist()
+
+
 def set_up(replica: Replica, mesh: dict[str, int]) -> None:
     replica.setup(made_model(), mesh=mesh)
 

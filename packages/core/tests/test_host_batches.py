@@ -27,10 +27,10 @@ class _Graph:
 
 
 def _uploaded(
-    batches: list[Any], *, pad: bool, repeats: int = 0, size: int | None = None
+    batches: list[Any], *, pad: bool, even: bool = False, repeats: int = 0, size: int | None = None
 ) -> list[tuple[list[torch.Tensor], int, bool]]:
     marks = [number >= len(batches) - repeats for number in range(len(batches))]
-    host = HostBatches(zip(batches, marks, strict=True), size, ReadOptions(pad, {}))
+    host = HostBatches(zip(batches, marks, strict=True), size, ReadOptions(pad, even, {}))
     sent = []
     for number, tensors in host:
         pending = host.take(number)
@@ -68,6 +68,11 @@ def test_the_loaders_batch_size_counts_though_the_first_batch_is_short() -> None
 def test_repeated_records_are_left_out_of_an_evaluation() -> None:
     sent = _uploaded([_records(3), _records(1, 3), _records(1)], pad=False, repeats=1)
     assert [tensors[0].tolist() for tensors, _, _ in sent] == [[0, 1, 2], [3]]
+
+
+def test_a_batch_of_repeats_counts_no_record_if_all_replicas_get_equally_many() -> None:
+    sent = _uploaded([_records(3), _records(1)], pad=False, even=True, repeats=1)
+    assert [(tensors[0].tolist(), records) for tensors, records, _ in sent] == [([0, 1, 2], 3), ([0], 0)]
 
 
 def test_padding_gives_every_replica_the_same_number_of_batches() -> None:

@@ -73,6 +73,7 @@ class Loader:
         batch: the latest batch, on the device; None before the first.
         valid: which records of that batch are real, bool ``[record]`` on the device; None without ``pad``.
         real: number of real records of that batch.
+        is_repeat: whether that batch only repeats records, because other replicas have another batch.
         batches: number of batches received so far.
         records: number of records received so far, without padding.
         waited_s: total wait of the loop for batches, in seconds.
@@ -93,6 +94,7 @@ class Loader:
         self.batch: Any = None
         self.valid: Any = None
         self.real = self.batches = self.records = 0
+        self.is_repeat = False
         self.waited_s = 0.0
 
     def __len__(self) -> int:
@@ -136,6 +138,7 @@ class Loader:
         self.batches += 1
         self.records += pending.records
         self.real = pending.records
+        self.is_repeat = pending.is_repeat
 
     def _full_mask(self, records: int) -> Any:
         # Uploaded once, because most batches are full.
@@ -267,11 +270,14 @@ class ReadOptions:
 
     Attributes:
         pad: whether every batch gets the shape of a full one, with a mask of its real records.
+        even: whether batches that only repeat records arrive too, so that all replicas get equally many; with
+            `pad` they do.
         prefetch: how far to copy ahead, by the runtime's option names.
         transfer: copies a batch to the device, in the loop's thread; None: the runtime copies ahead.
     """
 
     pad: bool
+    even: bool
     prefetch: Mapping[str, int]
     transfer: Callable[[Any], Any] | None = None
 
@@ -283,18 +289,20 @@ class PendingBatch:
     Attributes:
         batch: the pytree on the host.
         records: number of its real records, without padding.
+        is_repeat: whether it only repeats records.
         has_mask: whether the last uploaded tensor is the mask of real records.
     """
 
     batch: Any
     records: int
+    is_repeat: bool
     has_mask: bool
 
 
 class HostBatches:
     """Splits batches: the tensors are uploaded, the pytree around them waits here.
 
-    Batches that only repeat records are left out, or masked with ``pad``.
+    Batches that only repeat records are left out, unless the options say otherwise.
 
     A thread of the runtime iterates over it, while the replica's thread calls `take` for the batches that
     have arrived.
@@ -332,11 +340,10 @@ class HostBatches:
                         fix="Return tensors from collate_fn, or read without pad=True: "
                         "the Trainer pads for a step that has a parameter `valid`.",
                     )
-                real = 0 if is_repeat else records
-                padded, mask = self._pad(batch, records, real)
-                yield self._send(number, padded, real, mask)
-            elif not is_repeat:
-                yield self._send(number, batch, records or 0, None)
+                padded, mask = self._pad(batch, records, 0 if is_repeat else records)
+                yield self._send(number, padded, records, is_repeat, mask)
+            elif self._options.even or not is_repeat:
+                yield self._send(number, batch, records or 0, is_repeat, None)
 
     def _pad(self, batch: Any, records: int, real: int) -> tuple[Any, torch.Tensor | None]:
         size = self.size or records
@@ -347,8 +354,11 @@ class HostBatches:
         mask = torch.arange(size) < real
         return map_tensors(lambda tensor: _pad_tensor(tensor, records, size), batch), mask
 
-    def _send(self, number: int, batch: Any, records: int, mask: Any) -> tuple[int, list[Any]]:
-        self._pending[number] = PendingBatch(batch, records, mask is not None)
+    def _send(
+        self, number: int, batch: Any, records: int, is_repeat: bool, mask: Any
+    ) -> tuple[int, list[Any]]:
+        real = 0 if is_repeat else records
+        self._pending[number] = PendingBatch(batch, real, is_repeat, mask is not None)
         return number, tensors_in(batch) + ([] if mask is None else [mask])
 
     def take(self, number: int) -> PendingBatch:

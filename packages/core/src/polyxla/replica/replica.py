@@ -94,7 +94,8 @@ class Replica(Collectives):
             pad: give every batch the shape of a full one, so that an epoch compiles one program.
                 `Loader.valid` marks the real records.
             repeat: repeat records until every replica has the same number of them, as training requires. If
-                False, repeats are left out, or masked with `pad`, so that metrics are exact.
+                False, repeats are left out, or masked with `pad`, so that metrics are exact. After `setup`
+                with a mesh, a batch of repeats arrives too, and `Loader.is_repeat` tells it.
             divided: whether the loader has this replica's records only, because you have divided them. Give
                 every replica the same number of batches. The usual ways to divide are recognised without it.
             prefetch: how far to copy ahead, by the runtime's option names: on torch_xla
@@ -123,7 +124,8 @@ class Replica(Collectives):
         # One replica reads everything: nothing was divided, so there is nothing to announce.
         if self.data_world.world_size > 1 and self.is_first and note:
             say_once(note)
-        options = ReadOptions(pad, prefetch or {}, transfer)
+        # Replicas that share a module's parameters must use it equally often.
+        options = ReadOptions(pad, self.sharding is not None, prefetch or {}, transfer)
         source = loader if shard is None else shard
         parts = self.data_world.world_size if divided else None
         return Loader(source, options, self._replication, self._before_batch, parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, Literal
 
@@ -62,16 +62,17 @@ def evaluate(work: Workspace, loader: Loader, kind: StepKind) -> None:
                 read += 1
                 batch = after_transfer(arrived, 0) if after_transfer else arrived
                 metrics.start_batch(batch, is_training=False, real=loader.real, valid=loader.valid)
-                if on_batch_start:
-                    on_batch_start(batch, index)
-                with precision.forward_context():
-                    outputs = adapter.evaluate(kind, precision.convert_input(batch), index, loader.valid)
-                    if kind == "predict":
-                        outputs = map_tensors(precision.convert_output, outputs)
-                if on_batch_end:
-                    on_batch_end(outputs, batch, index)
-                # A batch of padding only, made because other replicas have records left, predicts nothing.
-                if kind == "predict" and (loader.real or loader.valid is None):
+                # A batch of repeats is computed only for the other replicas' collectives.
+                with metrics.set_aside() if loader.is_repeat else nullcontext():
+                    if on_batch_start:
+                        on_batch_start(batch, index)
+                    with precision.forward_context():
+                        outputs = adapter.evaluate(kind, precision.convert_input(batch), index, loader.valid)
+                        if kind == "predict":
+                            outputs = map_tensors(precision.convert_output, outputs)
+                    if on_batch_end:
+                        on_batch_end(outputs, batch, index)
+                if kind == "predict" and not loader.is_repeat:
                     work.predictions.append(_on_host(outputs, metrics))
         # A limit may have left batches unread.
         # The next iteration must begin at the first batch again.
