@@ -16,18 +16,19 @@ import numpy as np
 import pytest
 from jaxlib import xla_client
 
-from polyxla_bridge import LIBRARY, pjrt_plugin
+from polyxla_bridge import LIBRARY, native, pjrt_plugin
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.engine.expansions import convolution, sums, torch_library
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
+from polyxla_bridge.engine.shared_memory import SharedMemory
 from polyxla_bridge.env import BridgeSettings, CacheOrigin, Coordinates
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu import client as libtpu
 from polyxla_bridge.plugin_client import plugin
 from polyxla_bridge.plugin_client.client import PluginClient
-from polyxla_bridge.programs import hlo, rewrite
+from polyxla_bridge.programs import hlo, rewrite, shared_collectives
 from polyxla_testing.engine_conformance import (
     ADD,
     DECOMPOSING,
@@ -109,6 +110,44 @@ def test_buffers_that_outlive_the_engine_are_no_danger(cpu_plugin: Path) -> None
         compiled(engine, DOUBLING.replace("doubling", "other"))
     # Their destructors run after the client's.
     del buffer, doubling
+
+
+def test_a_device_reads_while_the_reads_of_others_wait_for_it(open_engine: OpenEngine) -> None:
+    """An accelerator's programs start at once, and then wait for each other, as these do in shared memory."""
+    engine = open_engine(2)
+    target = "meeting_all-reduce"
+    address = native.address("polyxla_all_reduce")
+    assert isinstance(engine, PjrtEngine)
+    assert address
+    assert engine._client.plugin.register(target, address)
+    square = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    summing = module(f"""HloModule summing, replica_count=2
+{ADD}
+ENTRY main {{ x = f32[64,64] parameter(0) y = f32[64,64] dot(x, x), {square}
+  ROOT r = f32[64,64] all-reduce(y), replica_groups={{{{0,1}}}}, to_apply=add }}""")
+    steps = " ".join(f"x{step + 1} = f32[900,900] dot(x{step}, x{step}), {square}" for step in range(5))
+    body = f"x0 = f32[900,900] parameter(0) {steps} ROOT r = f32[900,900] copy(x5)"
+    slow = compiled(engine, f"HloModule slow\nENTRY main {{ {body} }}")
+    memory = SharedMemory(BridgeSettings(2))
+    memory.join(memory.offer(), [0, 1])
+    try:
+        waiting = []
+        for device in engine.devices:
+            # Each program is for one device, whose number in it is 0.
+            order = [device.index, 1 - device.index]
+            code = shared_collectives.rewritten(summing, 2, order).replace(
+                b"polyxla_all-reduce", target.encode()
+            )
+            one = engine.compile(code, options_for([device.index]))
+            if device.index == 1:
+                (own,) = engine.execute(slow, device, [upload(engine, np.zeros((900, 900), np.float32), 1)])
+                assert not download(engine, own).any()
+            given = upload(engine, np.ones((64, 64), np.float32), device.index)
+            waiting += [engine.to_host(engine.execute(one, device, [given])[0]) for _ in range(4)]
+        for read in waiting:
+            assert set(np.frombuffer(read.result(60), np.float32)) == {128}
+    finally:
+        memory.leave()
 
 
 def test_a_refused_option_is_reported_in_the_plugins_words(cpu_plugin: Path) -> None:

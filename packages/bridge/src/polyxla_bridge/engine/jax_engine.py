@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,8 @@ class JaxEngine(LocalEngine):
     def __init__(self, settings: BridgeSettings, on_lookup: Callable[[bool], None] | None = None) -> None:
         self._clients = Clients(settings)
         super().__init__(settings, _devices(settings, self._clients))
+        # These copy arrays that are computed, and wait for nothing.
+        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
         self._profile: Profile | None = None
         self._transfers = Transfers(
             settings.secret, settings.host, settings.process, settings.stall_timeout_s
@@ -270,6 +272,7 @@ class JaxEngine(LocalEngine):
 
     def _stop(self, *, is_unfinished: bool) -> None:
         self._transfers.close()
+        self._readers.shutdown(wait=not is_unfinished, cancel_futures=is_unfinished)
 
     def _release(self, others_s: float) -> None:
         """End the clients, then leave the service that they are connected to."""

@@ -8,7 +8,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,15 +34,16 @@ class DeviceThread:
 
     Args:
         device: index of the device.
+        name: of the thread, before the index.
     """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, name: str = "polyxla-device") -> None:
         self._device = device
         self._tasks: queue.SimpleQueue[tuple[Outcome, Callable[[], Any]] | None] = queue.SimpleQueue()
         # The tuple is replaced as a whole, because other threads read it without a lock.
         self._running: _Running = (None, (), frozenset(), time.monotonic())
         # A thread that waits in a collective cannot be ended, so it must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name=f"polyxla-device-{device}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{name}-{device}", daemon=True)
         self._thread.start()
 
     def put(self, done: Outcome, task: Callable[[], Any]) -> None:
@@ -135,7 +136,6 @@ class LocalEngine(Engine):
         self.devices = devices
         self._settings = settings
         self._threads = {device.index: DeviceThread(device.index) for device in devices if device.is_local}
-        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
         # The replicas share the memory of their machine equally.
         each = settings.memory_bytes or machine_bytes() // settings.replicas
         self._accounts = {
@@ -322,7 +322,6 @@ class LocalEngine(Engine):
             for index in self._threads:
                 self._progress.retire(index)
         self._stop(is_unfinished=is_unfinished)
-        self._readers.shutdown(wait=not is_unfinished, cancel_futures=is_unfinished)
         self._compiler.close()
         # The client must stay while a program still runs on it.
         if is_unfinished:

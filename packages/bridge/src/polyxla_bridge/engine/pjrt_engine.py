@@ -30,8 +30,8 @@ from polyxla_bridge.programs.executable import ArrayType, Executable
 class PjrtEngine(LocalEngine):
     """Replicas on the devices of a PJRT plugin.
 
-    Per device, one thread starts programs in the order of the calls, without waiting for them, and another
-    waits for their ends.
+    Per device, one thread starts programs in the order of the calls, without waiting for them, another waits
+    for their ends, and a third for what is read.
 
     Args:
         settings: of the job. The plugin decides how many replicas there are, and which of them are here.
@@ -68,6 +68,8 @@ class PjrtEngine(LocalEngine):
         counts_memory = library.memory_stats(library.devices[first]) is None
         super().__init__(settings, devices, counts_memory=counts_memory)
         self._ending = {index: DeviceThread(index) for index in self._threads}
+        # A read may wait until another device starts a program, perhaps only after a read of its own.
+        self._reading = {index: DeviceThread(index, "polyxla-read") for index in self._threads}
         self._compiler = compiler = PluginCompiler(settings, library, on_lookup)
         self._joint_start = JointStart(library, compiler)
         self._meetings = Meetings(list(self._threads), self._joint_start)
@@ -208,7 +210,7 @@ class PjrtEngine(LocalEngine):
             if arrived.is_ready:
                 complete(done, take)
             else:
-                self._readers.submit(complete, done, take)
+                self._reading[buffer.device.index].put(done, take)
 
         self._when_started(buffer, read, done)
         return done
@@ -278,8 +280,9 @@ class PjrtEngine(LocalEngine):
     def _stop(self, *, is_unfinished: bool) -> None:
         # A thread may wait in a meeting to which another device never comes.
         self._meetings.give_up()
-        for thread in (*self._threads.values(), *self._ending.values()):
-            thread.close(0 if is_unfinished else FINISH_TIMEOUT_S)
+        for threads in (self._threads, self._ending, self._reading):
+            for thread in threads.values():
+                thread.close(0 if is_unfinished else FINISH_TIMEOUT_S)
         self._joint_start.close()
 
     def _release(self, others_s: float) -> None:
