@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import grpc
@@ -13,6 +13,7 @@ import pytest
 
 from polyxla_xrt.client import channel as channel_module
 from polyxla_xrt.client.channel import WorkerChannel
+from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.errors import WorkerConnectError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
@@ -37,19 +38,30 @@ def channel_to(worker: worker_pb2_grpc.WorkerServicer) -> Iterator[WorkerChannel
 class ReplacedWorker(worker_pb2_grpc.WorkerServicer):
     """A worker whose process is replaced while it has the first call."""
 
-    calls = 0
+    calls = leases = 0
 
     def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
         self.calls += 1
         if self.calls == 1:
             # gRPC answers so if a call reaches a server that is stopping.
             context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
-        return pb.StatusReply(protocol=PROTOCOL, jobs_served=self.calls)
+        return pb.StatusReply(protocol=PROTOCOL, jobs_served=self.calls, cores=1)
+
+    def Lease(self, request: pb.LeaseRequest, context: Any) -> Iterator[pb.LeaseReply]:  # noqa: N802
+        self.leases += 1
+        if self.leases == 1:
+            context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+        yield pb.LeaseReply(granted=pb.Granted(coordinator=f"of request {self.leases}"))
 
 
 def test_a_call_that_the_workers_old_process_cannot_answer_is_repeated() -> None:
     with channel_to(ReplacedWorker()) as channel:
         assert channel.status().jobs_served == 2
+
+
+def test_a_lease_that_the_workers_old_process_cannot_grant_is_asked_for_again() -> None:
+    with channel_to(ReplacedWorker()) as channel, closing(Lease(channel.address, 1, {})) as lease:
+        assert lease.coordinator == "of request 2"
 
 
 class BusyWorker(worker_pb2_grpc.WorkerServicer):

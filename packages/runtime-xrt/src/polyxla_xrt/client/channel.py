@@ -161,11 +161,11 @@ class WorkerChannel:
                 where=self.address,
                 fix="Install the same version of polyxla-runtime-xrt on both sides.",
             )
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            # gRPC has the same status for every way in which a connection fails, so a short connection finds
-            # the cause.
+        if code in (*_REPLACED, grpc.StatusCode.DEADLINE_EXCEEDED):
+            # gRPC has the same statuses for every way in which a connection fails, so a short connection
+            # finds the cause.
             found = look(self._moved or self.address)
-            if code is grpc.StatusCode.UNAVAILABLE and found == SPEAKS_HTTP2:
+            if code in _REPLACED and found == SPEAKS_HTTP2:
                 return WorkerConnectError(
                     f"the connection to {self.where} broke: {details}",
                     where=self.address,

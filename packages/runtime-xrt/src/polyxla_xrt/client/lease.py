@@ -134,6 +134,8 @@ class Lease:
                 # The supervisor replaces a serving process that has failed, and the address answers again.
                 if time.monotonic() - started >= max(wait_s, REPLACED_S):
                     raise
+                # A process that is about to end answers, and grants nothing.
+                time.sleep(RETRY_S)
             else:
                 return reply.granted
             self._connect(self._channel.address)
