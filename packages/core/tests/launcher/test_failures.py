@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import multiprocessing.connection
 import os
 import re
@@ -27,6 +28,7 @@ from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.launcher.failures import PARENT_GONE
 from polyxla.launcher.launch import run_replica
 from polyxla.launcher.messages import Message, Setup
+from polyxla.launcher.process_handle import is_ending
 from polyxla.launcher.start_methods import spawn
 from polyxla.plugin import Job, Setting
 from polyxla_testing.processes import (
@@ -108,6 +110,25 @@ def test_a_death_is_named_though_the_error_that_it_caused_arrives_first(
     with pytest.raises(ReplicaLostError, match=r"process 1 \(replica 1; pid \d+\) was ended") as caught:
         run_bare(die_or_fail, size=2, method=method)
     assert str(caught.value.__cause__) == "lost the other replica"
+
+
+def test_a_death_is_named_though_it_takes_a_while(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path
+) -> None:
+    def end_slowly_or_fail(replica: Replica) -> None:
+        pid = tmp_path / "pid"
+        if replica.ordinal == 1:
+            pid.with_suffix(".part").write_text(str(os.getpid()))
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            pid.with_suffix(".part").rename(pid)
+            # Without its main thread, a process is one that exits, as a large one is for long on a busy host.
+            ctypes.CDLL(None).pthread_exit(None)
+        wait_for_files(pid)
+        wait_until(lambda: is_ending(int(pid.read_text())), "the end's beginning")
+        raise RuntimeError("lost the other replica")
+
+    with pytest.raises(ReplicaLostError, match=r"process 1 \(replica 1; pid \d+\) was ended by SIGKILL"):
+        run_bare(end_slowly_or_fail, size=2, method=method)
 
 
 def test_a_known_cause_is_reported_in_place_of_the_error_that_it_caused(

@@ -298,17 +298,23 @@ def find_death(processes: Sequence[ReplicaProcess]) -> ReplicaLostError | None:
     """Return the error for the first process that ends without an answer; None if there is none.
 
     Called when a launch fails anyway: the message of a process that has one is discarded. Waits for
-    `DEATH_NOTICE_S`, since the pipe of a killed process closes with the last of its threads.
+    `DEATH_NOTICE_S`, since the pipe of a killed process closes with the last of its threads; and for a
+    process whose end has begun, for `STOP_GRACE_S`.
 
     Args:
         processes: all of the launch.
     """
     remaining = {process.pipe: process for process in processes if not process.has_answered}
     deadline = time.monotonic() + DEATH_NOTICE_S
+    last = time.monotonic() + STOP_GRACE_S
     while remaining:
         ready: Any = multiprocessing.connection.wait(list(remaining), max(0.0, deadline - time.monotonic()))
         if not ready:
-            return None
+            pids = (process.process.pid for process in remaining.values())
+            # On a busy machine, a large process is seen to end long after it was killed.
+            if time.monotonic() > last or not any(pid and is_ending(pid) for pid in pids):
+                return None
+            deadline = time.monotonic() + DEATH_NOTICE_S
         for pipe in ready:
             process = remaining.pop(pipe)
             try:
