@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -180,6 +181,33 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
         with pytest.raises(WorkerError, match=f"a job may keep {MAX_NAMES} names"):
             keep("one more", STATE)
         assert same(kept("state"))
+
+
+def test_what_is_on_its_way_takes_room(start_worker: Callable[..., Any], job: Callable[..., Any]) -> None:
+    worker = start_worker("--keep", "60", "--memory-per-job", "0.001")
+    size, ends = 600_000, threading.Event()
+
+    def requests(key: str) -> Iterator[pb.KeepRequest]:
+        yield pb.KeepRequest(protocol=PROTOCOL, job=key, name="first", size=size, data=bytes(size // 2))
+        assert ends.wait(SOON_S)
+        yield pb.KeepRequest(data=bytes(size // 2))
+
+    with job(worker) as lease, grpc.insecure_channel(worker.address) as channel:
+        coming = worker_pb2_grpc.WorkerStub(channel).Keep.future(requests(lease.job))
+        wait_until(lambda: kept_files(worker) == 1, "the first half")
+        with pytest.raises(
+            WorkerError, match=r"jobs may keep 1 MiB on this worker, keep 1 MiB, and this one"
+        ):
+            keep("second", torch.ones(size // 4))
+        ends.set()
+        coming.result(SOON_S)
+        keep("first", STATE)
+        # A broken transfer takes no room any more.
+        broken = pb.KeepRequest(protocol=PROTOCOL, job=lease.job, name="broken", size=size)
+        with pytest.raises(grpc.RpcError, match="there are not 600000 bytes"):
+            worker_pb2_grpc.WorkerStub(channel).Keep(iter([broken]))
+        keep("second", torch.ones(size // 4))
+        assert same(kept("first"))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ class Keeper:
     def __init__(self, keep_s: float, limit_bytes: int, before: Kept, order: Order) -> None:
         self._keep_s, self._limit_bytes, self._order = keep_s, limit_bytes, order
         self._owners: dict[str, _Owner] = {}
+        # The files that are being received, and their sizes.
+        self._coming: list[tuple[KeptFile, int]] = []
         self._lock = threading.Lock()
         for file, number in before.items():
             self._owners.setdefault(file.owner, _Owner()).files[file.name] = (file, number)
@@ -112,29 +114,34 @@ class Keeper:
         Raises:
             TooMuchError: there is no room, or there are more or fewer bytes.
         """
+        coming = (file, size)
         with self._lock:
             self._check_room(file, size)
-        number = _receive(size, chunks)
+            self._coming.append(coming)
         try:
+            number = _receive(size, chunks)
+            try:
+                with self._lock:
+                    # The supervisor must get two files of one name in the order in which they are kept here.
+                    self._order(file, number)
+                    before = self._owners[file.owner].files.get(file.name)
+                    self._owners[file.owner].files[file.name] = (file, number)
+            except BaseException:
+                os.close(number)
+                raise
+        finally:
             with self._lock:
-                # Others may have come in the meantime.
-                self._check_room(file, size)
-                # The supervisor must get two files of one name in the order in which they are kept here.
-                self._order(file, number)
-                before = self._owners[file.owner].files.get(file.name)
-                self._owners[file.owner].files[file.name] = (file, number)
-        except BaseException:
-            os.close(number)
-            raise
+                self._coming.remove(coming)
         if before:
             os.close(before[1])
 
     def _check_room(self, file: KeptFile, size: int) -> None:
-        files = self._owners[file.owner].files
-        if len({*files, file.name}) > MAX_NAMES:
+        coming = {other.name for other, _ in self._coming if other.owner == file.owner}
+        if len({*self._owners[file.owner].files, *coming, file.name}) > MAX_NAMES:
             raise TooMuchError(f"a job may keep {MAX_NAMES} names")
         # What it replaces is freed only after it has come.
         held = sum(_size(number) for owner in self._owners.values() for _, number in owner.files.values())
+        held += sum(size for _, size in self._coming)
         if held + size > self._limit_bytes:
             limit, now, more = (number / 2**20 for number in (self._limit_bytes, held, size))
             raise TooMuchError(
