@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import grpc
 import pytest
 
 from polyxla_xrt.client import channel as channel_module
+from polyxla_xrt.client import lease as lease_module
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.errors import WorkerConnectError
@@ -21,18 +23,23 @@ from polyxla_xrt.protocol.worker import PROTOCOL
 
 
 @contextmanager
-def channel_to(worker: worker_pb2_grpc.WorkerServicer) -> Iterator[WorkerChannel]:
-    """A channel to a server with the calls of `worker`."""
+def served(worker: worker_pb2_grpc.WorkerServicer, port: int = 0) -> Iterator[int]:
+    """Serve the calls of `worker`, at a port, which is yielded."""
     server = grpc.server(ThreadPoolExecutor(1))
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
-    channel = WorkerChannel(f"127.0.0.1:{port}", {})
     try:
-        yield channel
+        yield port
     finally:
-        channel.close()
         server.stop(None).wait(10)
+
+
+@contextmanager
+def channel_to(worker: worker_pb2_grpc.WorkerServicer) -> Iterator[WorkerChannel]:
+    """A channel to a server with the calls of `worker`."""
+    with served(worker) as port, closing(WorkerChannel(f"127.0.0.1:{port}", {})) as channel:
+        yield channel
 
 
 class ReplacedWorker(worker_pb2_grpc.WorkerServicer):
@@ -62,6 +69,34 @@ def test_a_call_that_the_workers_old_process_cannot_answer_is_repeated() -> None
 def test_a_lease_that_the_workers_old_process_cannot_grant_is_asked_for_again() -> None:
     with channel_to(ReplacedWorker()) as channel, closing(Lease(channel.address, 1, {})) as lease:
         assert lease.coordinator == "of request 2"
+
+
+class HeldWorker(ReplacedWorker):
+    """A worker whose cores another job holds."""
+
+    def Lease(self, request: pb.LeaseRequest, context: Any) -> Iterator[pb.LeaseReply]:  # noqa: N802
+        yield pb.LeaseReply(held=pb.Held())
+        while context.is_active():
+            time.sleep(0.01)
+
+
+def test_a_job_that_waits_for_a_worker_that_goes_away_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "REPLACED_S", 0.0)
+    is_held = threading.Event()
+
+    def ask(port: int) -> str:
+        address = f"127.0.0.1:{port}"
+        with closing(Lease(address, 1, {}, wait_s=60, on_wait=lambda _: is_held.set())) as lease:
+            return lease.coordinator
+
+    with ThreadPoolExecutor(1) as thread:
+        with served(HeldWorker()) as port:
+            asked = thread.submit(ask, port)
+            assert is_held.wait(60)
+        # It finds nobody, for longer than it would wait for a new process of the worker.
+        time.sleep(1)
+        with served(ReplacedWorker(), port):
+            assert asked.result(60) == "of request 2"
 
 
 class BusyWorker(worker_pb2_grpc.WorkerServicer):

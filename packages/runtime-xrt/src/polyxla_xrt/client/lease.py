@@ -139,10 +139,11 @@ class Lease:
             else:
                 return reply.granted
             self._connect(self._channel.address)
-            # This blocks until the new process answers, so that the request below reaches it.
-            self._channel.status(timeout_s=REPLACED_S)
-            # The user's limit includes the time spent in the queue of the replaced process. The cores may be
-            # held by the last request of this job, if the worker has not noticed the end of its connection.
+            # This blocks until the new process answers, so that the request below reaches it. The user's
+            # limit includes the time spent in the queue of the replaced process.
+            self._channel.status(timeout_s=max(REPLACED_S, started + wait_s - time.monotonic()))
+            # The cores may be held by the last request of this job, if the worker has not noticed the end of
+            # its connection.
             request.wait_s = max(UNNOTICED_S, started + wait_s - time.monotonic())
 
     def _connect(self, address: str, port: int = 0) -> None:
