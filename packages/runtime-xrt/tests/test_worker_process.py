@@ -478,6 +478,34 @@ def catches(status: Path, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+ENDED_IN_TIME = """
+import signal, socket, subprocess, time
+from polyxla_xrt.server.worker import supervisor
+
+supervisor.STOP_S = 0.2
+stopping = supervisor._Supervisor(None, {})
+stopping._signals = socket.socketpair()
+stopping._signals[1].setblocking(False)
+signal.set_wakeup_fd(stopping._signals[1].fileno())
+signal.signal(signal.SIGCHLD, stopping._reap)
+child = subprocess.Popen(["sleep", "60"])
+stopping._pid = child.pid
+stopping._stop()
+stopping._wait_for_end()
+time.sleep(0.5)
+print("still there")
+"""
+
+
+def test_a_serving_process_that_has_ended_is_not_killed_later() -> None:
+    command = [sys.executable, "-c", ENDED_IN_TIME]
+    # SIGKILL would end the group, which therefore must not be the one of this process.
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, start_new_session=True
+    )
+    assert (done.returncode, done.stdout) == (0, "still there\n"), done.stderr
+
+
 @pytest.mark.slow
 def test_the_serving_process_ends_with_its_supervisor_and_frees_the_port(
     start_worker: Start, client: Start

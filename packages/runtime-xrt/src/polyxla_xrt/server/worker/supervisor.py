@@ -178,6 +178,8 @@ class _Supervisor:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             if pid:
                 self._pid = 0
+                # Of `_stop`.
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 return os.waitstatus_to_exitcode(status)
             # Its end is a signal, too.
             self._signals[0].recv(4096)
@@ -323,13 +325,15 @@ class _Supervisor:
 
     def _stop(self, *_: object) -> None:
         self._is_stopping = True
-        # A pid of 0 would signal the whole process group.
-        if self._pid and self._kill(signal.SIGTERM):
+        if self._kill(signal.SIGTERM):
             # SIGKILL follows if the process ignores SIGTERM.
             signal.signal(signal.SIGALRM, lambda *_: self._kill(signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, STOP_S)
 
     def _kill(self, number: int) -> bool:
+        # A pid of 0 would signal the whole process group.
+        if not self._pid:
+            return False
         try:
             os.kill(self._pid, number)
         except ProcessLookupError:
