@@ -200,7 +200,7 @@ def _node_of_this_process() -> dict[str, str]:
     environ = {"XRT_TPU_CONFIG": f"localservice;0;localhost:{free_ports(1)[0]}", "TPU_NUM_DEVICES": "1"}
     configuration = read_configuration(environ)
     assert configuration is not None
-    return environ | requested_plan(configuration, environ).program_environment()
+    return environ | requested_plan(configuration, environ).program_environment(environ)
 
 
 @pytest.fixture(scope="session")
