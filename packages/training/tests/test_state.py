@@ -49,6 +49,7 @@ class FakeReplica:
 
 class FakeLoader:
     position: Any = None
+    batches_before = 3
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": 2, "batches": 3}
