@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -173,6 +174,20 @@ def test_every_call_requires_the_exact_token(guarded: Any, tmp_path: Path, heade
                 call()
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert guarded.status(with_token(tmp_path, TOKEN))["draining"] is False
+
+
+@pytest.mark.parametrize("options", [(), ("--jobs", "2")], ids=["alone", "shared"])
+def test_processes_that_begin_after_the_token_file_has_changed_require_the_same_token(
+    start_worker: Callable[..., Any], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    own = tmp_path / "worker"
+    own.write_text(TOKEN)
+    right = with_token(tmp_path, TOKEN)
+    worker = start_worker("--token-file", str(own), *options)
+    own.write_text("another-0123456789abcdef")
+    lets_in(worker, right)
+    os.kill(worker.serving_pid, signal.SIGKILL)
+    lets_in(worker, right)
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

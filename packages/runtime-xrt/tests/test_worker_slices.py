@@ -217,7 +217,8 @@ def link() -> Iterator[Join]:
     with ExitStack() as stack:
 
         def join(members: SliceMembers, join_s: float = TIMEOUT_S, token: Path | None = None) -> SliceLink:
-            link = SliceLink(members, Security(token_file=token), {}, join_s)
+            security = Security(token_file=token, is_insecure=token is None).with_token()
+            link = SliceLink(members, security, {}, join_s)
             return stack.enter_context(closing(link))
 
         yield join

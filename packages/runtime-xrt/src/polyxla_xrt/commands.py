@@ -112,10 +112,9 @@ def serve(
             _address(metrics_address, "--metrics-address")
         security = Security(token_file, tls_cert, tls_key, tls_client_ca, insecure)
         security.check(host)
-        security = security.with_own_token()
         # The files are read once before the fork: a serving process that failed on them would be replaced
         # over and over.
-        security.token()
+        security = security.with_token()
         security.credentials()
         logs.start(as_json=as_json)
         environ = snapshot()

@@ -35,6 +35,7 @@ class WorkerChannel:
         address: ``host:port``.
         environ: names the files of the token and the certificates, and proxies for error messages.
         port: the port of a job's own process, to which the worker has moved the job; 0 for the worker itself.
+        token: the token, if the environment does not name its file.
 
     Attributes:
         stub: the worker's calls.
@@ -44,7 +45,9 @@ class WorkerChannel:
         UsageError: a file that the environment names cannot be used.
     """
 
-    def __init__(self, address: str, environ: Mapping[str, str], port: int = 0) -> None:
+    def __init__(
+        self, address: str, environ: Mapping[str, str], port: int = 0, token: str | None = None
+    ) -> None:
         self.address = address
         self.where = f"the worker at {address}"
         self._environ = environ
@@ -52,7 +55,7 @@ class WorkerChannel:
         self._moved = f"{host}:{port}" if port else None
         # The scheme is explicit, because gRPC would read a host called `unix` as a scheme.
         target = f"dns:///{self._moved or address}"
-        self._token = _token(environ)
+        self._token = token or _token(environ)
         credentials = _credentials(environ)
         self._channel: Any = (
             grpc.secure_channel(target, credentials, options=(*OPTIONS, *CLIENT_OPTIONS))

@@ -24,6 +24,7 @@ class Security:
 
     Attributes:
         token_file: file with the token that every call must carry.
+        token: this token.
         cert: file with the worker's certificate and those of its authorities; PEM.
         key: file with the certificate's key; PEM.
         client_ca: file with the authority of the clients' certificates; None if clients need none. PEM.
@@ -36,6 +37,7 @@ class Security:
     key: Path | None = None
     client_ca: Path | None = None
     is_insecure: bool = False
+    token: str | None = field(default=None, repr=False)
     own_token: str | None = field(default=None, repr=False)
 
     def check(self, host: str) -> None:
@@ -64,22 +66,20 @@ class Security:
                 "--insecure if the network itself is protected.",
             )
 
-    def with_own_token(self) -> Security:
-        """Return these credentials, with a token that is made now if there are none, as on loopback."""
-        if self.token_file or self.cert or self.is_insecure:
-            return self
-        # Every user of the machine can reach loopback, so a worker there needs a token as well.
-        return replace(self, own_token=secrets.token_hex(32))
-
-    def token(self) -> str | None:
-        """Return or read the token; None if the worker requires none.
+    def with_token(self) -> Security:
+        """Return these credentials with their token, which is made now if there are none, as on loopback.
 
         Raises:
             UsageError: the file cannot be read, or holds no valid token.
         """
-        if self.token_file is None:
-            return self.own_token
-        return read_token(self.token_file, f"--token-file {self.token_file}")
+        if self.token_file:
+            # It is read once: processes that are forked later must require the same one, whatever the file
+            # holds by then.
+            return replace(self, token=read_token(self.token_file, f"--token-file {self.token_file}"))
+        if self.cert or self.is_insecure:
+            return self
+        # Every user of the machine can reach loopback, so a worker there needs a token as well.
+        return replace(self, own_token=secrets.token_hex(32))
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """Read the certificates; None if calls are not encrypted.
@@ -110,7 +110,7 @@ class Security:
 
     def interceptors(self) -> list[grpc.ServerInterceptor]:
         """Return the interceptors that reject calls without the token."""
-        token = self.token()
+        token = self.token or self.own_token
         return [TokenInterceptor(token)] if token else []
 
     def as_client(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -124,8 +124,7 @@ class Security:
         """
         if self.cert is None:
             # A worker that has made its own token has published it in the private directory.
-            found = {name: environ[name] for name in WHERE_PRIVATE if name in environ}
-            return {**found, env.POLYXLA_XRT_TOKEN_FILE: str(self.token_file or "")}
+            return {name: environ[name] for name in WHERE_PRIVATE if name in environ}
         if not environ.get(env.POLYXLA_XRT_TLS_CA):
             raise UsageError(
                 "the workers of a slice check each other's certificates",
@@ -133,7 +132,6 @@ class Security:
                 fix=f"Set {env.POLYXLA_XRT_TLS_CA} to the file with the authority of all their certificates.",
             )
         return {
-            env.POLYXLA_XRT_TOKEN_FILE: str(self.token_file or ""),
             env.POLYXLA_XRT_TLS_CA: environ[env.POLYXLA_XRT_TLS_CA],
             env.POLYXLA_XRT_TLS_CERT: str(self.cert),
             env.POLYXLA_XRT_TLS_KEY: str(self.key),

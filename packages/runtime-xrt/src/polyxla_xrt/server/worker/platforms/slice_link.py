@@ -156,7 +156,7 @@ class SliceLink:
         self._table = AccountTable()
         self._channel: WorkerChannel | None = None
         self._members = members
-        self._environ = security.as_client(environ)
+        self._environ, self._token = security.as_client(environ), security.token
         self._address = link_address(members)
         _log.info("waiting for the other workers of the slice: %s", write_workers(members.workers))
         if members.own == 0:
@@ -193,7 +193,7 @@ class SliceLink:
 
     def _join(self, join_s: float) -> None:
         """Join the link of worker 0."""
-        channel = WorkerChannel(self._address, self._environ)
+        channel = WorkerChannel(self._address, self._environ, token=self._token)
         request = pb.JoinRequest(
             protocol=PROTOCOL, workers=write_workers(self._members.workers), worker=self._members.own
         )
@@ -244,7 +244,8 @@ class SliceLink:
         for worker in others:
             # The link says only that a process lives. The worker itself knows whether a job still has its
             # cores.
-            channel = WorkerChannel(self._members.workers[worker].address, self._environ)
+            address = self._members.workers[worker].address
+            channel = WorkerChannel(address, self._environ, token=self._token)
             while not self.lost.done() and _has_job(channel):
                 if time.monotonic() > report_at:
                     _log.info("%s, still has the last job", self._members.name(worker))
