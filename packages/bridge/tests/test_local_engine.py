@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,11 +16,12 @@ import pytest
 from polyxla_bridge.engine import memory_accounting
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
-from polyxla_bridge.engine.local_engine import DeviceThread, LocalEngine
+from polyxla_bridge.engine.local_engine import LocalEngine
 from polyxla_bridge.engine.memory_accounting import MemoryAccount
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs.executable import Executable
 from polyxla_testing.engine_conformance import (
     ADD,
     BYTES,
@@ -69,25 +72,31 @@ def value(engine: LocalEngine, buffer: Buffer) -> float:
     return float(np.frombuffer(engine.to_host(buffer).result(TIMEOUT_S), np.float32)[0])
 
 
-def wait_in_first_put(monkeypatch: pytest.MonkeyPatch, *, is_queued: bool) -> tuple[threading.Event, ...]:
+def wait_in_first_put(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, *, is_queued: bool
+) -> tuple[threading.Event, ...]:
     """Let the thread "first" wait before its first task is queued, or after it is.
 
     Returns:
         What is set when it waits, and what ends the wait; it ends after half a second anyway.
     """
     waits, goes_on = threading.Event(), threading.Event()
-    put = DeviceThread.put
 
-    def put_in_turn(thread: DeviceThread, done: Any, task: Callable[[], Any]) -> None:
-        if is_queued:
-            put(thread, done, task)
-        if threading.current_thread().name == "first" and not waits.is_set():
-            waits.set()
-            goes_on.wait(0.5)
-        if not is_queued:
-            put(thread, done, task)
+    class Tasks:
+        def __init__(self, tasks: Any) -> None:
+            self.get, self._put = tasks.get, tasks.put
 
-    monkeypatch.setattr(DeviceThread, "put", put_in_turn)
+        def put(self, task: Any) -> None:
+            if is_queued:
+                self._put(task)
+            if threading.current_thread().name == "first" and not waits.is_set():
+                waits.set()
+                goes_on.wait(0.5)
+            if not is_queued:
+                self._put(task)
+
+    for thread in engine._threads.values():
+        monkeypatch.setattr(thread, "_tasks", Tasks(thread._tasks))
     return waits, goes_on
 
 
@@ -102,7 +111,7 @@ def test_two_threads_of_one_device_meet_the_others_in_the_order_of_its_queue(
     def execute(argument: Buffer) -> None:
         results.extend(engine.execute(summing, argument.device, [argument]))
 
-    waits, goes_on = wait_in_first_put(monkeypatch, is_queued=False)
+    waits, goes_on = wait_in_first_put(engine, monkeypatch, is_queued=False)
     first = threading.Thread(target=execute, args=(inputs[0],), name="first")
     first.start()
     assert waits.wait(TIMEOUT_S)
@@ -114,6 +123,47 @@ def test_two_threads_of_one_device_meet_the_others_in_the_order_of_its_queue(
     assert [value(engine, result) for result in results] == [2] * 4
 
 
+class Finalised:
+    """Garbage that calls a function when it is collected."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call, self.itself = call, self
+
+    def __del__(self) -> None:
+        self.call()
+
+
+def test_a_finaliser_executes_before_or_after_a_partitioned_program_on_all_devices(open_engine: Open) -> None:
+    engine = open_engine(2)
+    summing, finding = (
+        engine.compile(module(text), options_for([0, 1], partitions=2))
+        for text in (PARTS, PARTS.replace("parts", "most").replace("s = f32[] add", "s = f32[] maximum"))
+    )
+    given = [[upload(engine, ones(1), index)] for index in range(2)]
+    results: list[tuple[Executable, Buffer]] = []
+
+    def execute(program: Executable) -> None:
+        results.extend((program, result) for (result,) in engine.execute_partitioned(program, given))
+
+    # What exists now is not garbage, and would make each collection slow.
+    gc.freeze()
+    thresholds, count = gc.get_threshold(), 150
+    try:
+        # The collection comes at each of the places where it may.
+        for allocations in range(1, count + 1):
+            Finalised(functools.partial(execute, finding))
+            gc.set_threshold(allocations)
+            execute(summing)
+            gc.set_threshold(0)
+            gc.collect()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+    for program in (summing, finding):
+        found = [value(engine, result) for executed, result in results if executed is program]
+        assert found == [8 if program is summing else 1] * 2 * count
+
+
 def test_a_partitioned_program_is_queued_on_all_devices_before_the_next_program(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +172,7 @@ def test_a_partitioned_program_is_queued_on_all_devices_before_the_next_program(
     parts = engine.compile(module(PARTS), options_for([0, 1], partitions=2))
     rows, inputs = ([[upload(engine, ones(1), index)] for index in range(2)] for _ in range(2))
     results: list[list[Buffer]] = []
-    waits, goes_on = wait_in_first_put(monkeypatch, is_queued=True)
+    waits, goes_on = wait_in_first_put(engine, monkeypatch, is_queued=True)
     first = threading.Thread(
         target=lambda: results.extend(engine.execute_partitioned(parts, rows)), name="first"
     )

@@ -27,7 +27,7 @@ from polyxla_bridge.engine.futures import (
     set_values,
     then,
 )
-from polyxla_bridge.engine.local_engine import Execution, LocalEngine, Submit
+from polyxla_bridge.engine.local_engine import Execution, LocalEngine, MakeTask, Task
 from polyxla_bridge.engine.stall_watchdog import OwnProgress
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError, keep_first
@@ -80,8 +80,8 @@ class JaxEngine(LocalEngine):
         if coordinator is not None:
             self._start_watchdog()
 
-    def _submit(self, execution: Execution, inputs: AbstractSet[FutureLike] = frozenset()) -> None:
-        """Queue an execution, which also waits for the inputs of the other devices."""
+    def _task(self, execution: Execution, inputs: AbstractSet[FutureLike] = frozenset()) -> Task:
+        """Return the task of an execution, which also waits for the inputs of the other devices."""
 
         def run() -> None:
             # If an argument of another device failed, that device never joins the collectives of this one.
@@ -92,11 +92,11 @@ class JaxEngine(LocalEngine):
             protected = executable.native["donated"] & execution.keep
             set_values(execution.results, self._run(executable, index, execution.values, protected))
 
-        self._threads[execution.device].put(execution.done, run)
+        return execution.done, run
 
-    def _submit_together(self, devices: Sequence[int], arguments: Sequence[Sequence[Buffer]]) -> Submit:
+    def _make_together(self, devices: Sequence[int], arguments: Sequence[Sequence[Buffer]]) -> MakeTask:
         inputs = {completion_of(argument.value) for row in arguments for argument in row}
-        return functools.partial(self._submit, inputs=inputs)
+        return functools.partial(self._task, inputs=inputs)
 
     def _run(
         self, executable: Executable, index: int, values: Sequence[FutureLike], protected: frozenset[int]

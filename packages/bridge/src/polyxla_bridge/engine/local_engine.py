@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import operator
 import queue
 import threading
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -29,6 +31,10 @@ _Running = tuple[str | None, tuple[str, ...], frozenset[frozenset[int]], float]
 """The running program, its collectives, the groups that meet in them, and the time of its start."""
 
 
+Task = tuple[Outcome, Callable[[], Any]]
+"""What a device's thread runs, and what its result or error completes."""
+
+
 class DeviceThread:
     """Runs the tasks queued for one device, in order, on one thread.
 
@@ -39,7 +45,7 @@ class DeviceThread:
 
     def __init__(self, device: int, name: str = "polyxla-device") -> None:
         self._device = device
-        self._tasks: queue.SimpleQueue[tuple[Outcome, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         # The tuple is replaced as a whole, because other threads read it without a lock.
         self._running: _Running = (None, (), frozenset(), time.monotonic())
         # A thread that waits in a collective cannot be ended, so it must not keep the process alive.
@@ -49,6 +55,17 @@ class DeviceThread:
     def put(self, done: Outcome, task: Callable[[], Any]) -> None:
         """Queue a task; its result or error completes `done`."""
         self._tasks.put((done, task))
+
+    @staticmethod
+    def put_together(threads: Sequence[DeviceThread], tasks: Sequence[Task]) -> None:
+        """Queue a task for each of several devices.
+
+        Between two of them, the garbage collector runs no finaliser of a user, which may execute a program:
+        devices would then meet in that one and in the first in different orders.
+        """
+        puts = [thread._tasks.put for thread in threads]
+        # `deque` makes the calls in C, where Python collects nothing.
+        deque(map(operator.call, puts, tasks), maxlen=0)
 
     def run(self, task: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Queue a call, and return the future of its result."""
@@ -109,8 +126,8 @@ class Execution:
     done: Future[None]
 
 
-Submit = Callable[[Execution], None]
-"""Queues an execution on the thread of its device."""
+MakeTask = Callable[[Execution], Task]
+"""Returns the task that runs an execution on the thread of its device."""
 
 
 class LocalEngine(Engine):
@@ -207,7 +224,9 @@ class LocalEngine(Engine):
         """Queue one execution on the device's thread."""
         executable.check_whole()
         with self._order:
-            return self._queue(executable, device, arguments, keep, self._submit)
+            task, results = self._prepare(executable, device, arguments, keep, self._task)
+            self._threads[device.index].put(*task)
+            return results
 
     def execute_partitioned(
         self,
@@ -224,39 +243,43 @@ class LocalEngine(Engine):
         for row in arguments:
             executable.check([argument.type for argument in row])
         local = [device for device in self.devices if device.is_local and executable.runs_on(device.index)]
-        submit = self._submit_together([device.index for device in local], arguments)
+        make = self._make_together([device.index for device in local], arguments)
         with self._order:
-            return [
-                self._queue(executable, device, row, keep, submit)
+            prepared = [
+                self._prepare(executable, device, row, keep, make)
                 for device, row in zip(local, arguments, strict=True)
             ]
+            threads = [self._threads[device.index] for device in local]
+            DeviceThread.put_together(threads, [task for task, _ in prepared])
+            return [results for _, results in prepared]
 
-    def _queue(
+    def _prepare(
         self,
         executable: Executable,
         device: EngineDevice,
         arguments: Sequence[Buffer],
         keep: frozenset[int],
-        submit: Submit,
-    ) -> list[Buffer]:
+        make: MakeTask,
+    ) -> tuple[Task, list[Buffer]]:
+        """Return the task of an execution, and its results; the arguments that it donates are gone."""
         done: Future[None] = Future()
         results = [GroupedFuture(done) for _ in executable.outputs]
         # Read the values now, because `give_up` below replaces those of donated arguments.
         values = [argument.value for argument in arguments]
-        submit(Execution(executable, device.index, values, keep, results, done))
+        task = make(Execution(executable, device.index, values, keep, results, done))
         for number in executable.native["donated"] - keep:
             arguments[number].give_up("was donated to a program")
-        return [
+        return task, [
             Buffer(type_, device, result) for type_, result in zip(executable.outputs, results, strict=True)
         ]
 
     @abstractmethod
-    def _submit(self, execution: Execution) -> None:
-        """Queue an execution on the thread of its device, in the order of the calls."""
+    def _task(self, execution: Execution) -> Task:
+        """Return the task that runs an execution on the thread of its device."""
 
     @abstractmethod
-    def _submit_together(self, devices: Sequence[int], arguments: Sequence[Sequence[Buffer]]) -> Submit:
-        """Return what queues the executions of one partitioned program, which all start or all fail.
+    def _make_together(self, devices: Sequence[int], arguments: Sequence[Sequence[Buffer]]) -> MakeTask:
+        """Return what makes the tasks of one partitioned program, which all start or all fail.
 
         Args:
             devices: indices of the local devices that run it.

@@ -13,7 +13,14 @@ from typing import Any
 from polyxla_bridge.engine import numbering
 from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, GroupedFuture, complete, set_values
-from polyxla_bridge.engine.local_engine import DeviceThread, Execution, LocalEngine, Submit, is_finished
+from polyxla_bridge.engine.local_engine import (
+    DeviceThread,
+    Execution,
+    LocalEngine,
+    MakeTask,
+    Task,
+    is_finished,
+)
 from polyxla_bridge.engine.meeting import JointStart, Meeting, Meetings, Started, StartRequest
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.engine.plugin_compiler import CPU, PluginCompiler, PluginProgram
@@ -92,17 +99,17 @@ class PjrtEngine(LocalEngine):
         """Number of the plugin's buffers that exist."""
         return self._client.live_buffers
 
-    def _submit(self, execution: Execution, meeting: Meeting | None = None) -> None:
+    def _task(self, execution: Execution, meeting: Meeting | None = None) -> Task:
         def start() -> None:
             started = self._start(execution, meeting)
             # The values must be set before `_end`, which may complete `done` at once.
             set_values(execution.results, started.results)
             self._end(execution.executable, execution.device, started.end, execution.done)
 
-        self._threads[execution.device].put(_Start(execution.done), start)
+        return _Start(execution.done), start
 
-    def _submit_together(self, devices: Sequence[int], arguments: Sequence[Sequence[Buffer]]) -> Submit:
-        return functools.partial(self._submit, meeting=Meeting(devices, self._joint_start))
+    def _make_together(self, devices: Sequence[int], arguments: Sequence[Sequence[Buffer]]) -> MakeTask:
+        return functools.partial(self._task, meeting=Meeting(devices, self._joint_start))
 
     def _start(self, execution: Execution, meeting: Meeting | None) -> Started:
         """Start a program on the thread of its device."""
