@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from polyxla_bridge.env import POLYXLA_LIBTPU_PROGRAMS, BridgeSettings, from_env
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.programs.hlo import structure
+from polyxla_testing.engine_conformance import options_for
 
 TIMEOUT_S = 60
 LARGE = LARGE_BYTES // 4 + 1
@@ -75,6 +77,18 @@ def test_results_of_large_programs_are_zeros_and_nothing_is_compiled(engine: Rec
     assert found.shape == (LARGE,)
     assert not found.any()
     assert engine.compiles == 0
+
+
+@pytest.mark.parametrize("size", [4, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(("devices", "found"), [([1], (1,)), ([0, 1], ()), ([1, 0], (1, 0))], ids=str)
+def test_a_program_has_its_devices(
+    size: int, devices: list[int], found: tuple[int, ...], tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    settings = BridgeSettings(2, coordinator=address, programs_path=str(tmp_path / "programs"))
+    with closing(RecordingEngine(settings)) as engine:
+        executable = engine.compile(program(lambda x: x + x, of_size(size)), options_for(devices))
+        assert (executable.devices, executable.num_replicas) == (found, len(devices))
 
 
 def test_a_small_program_computes_with_the_zeros_of_a_large_one(engine: RecordingEngine) -> None:

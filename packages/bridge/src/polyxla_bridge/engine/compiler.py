@@ -67,7 +67,7 @@ class Compiler(CompileOnce):
         hlo.results(hlo_module)
         kernels.check(hlo_module)
         compile_options = xla_client.CompileOptions.ParseFromString(options)
-        devices = self._devices(compile_options)
+        devices = self.devices_of(compile_options)
         self._complete(compile_options, devices)
         partitions = compile_options.num_partitions
         first = self._first(devices)
@@ -107,7 +107,12 @@ class Compiler(CompileOnce):
         executable.attach(program, MemoryNeeds.from_xla(found, len(executable.outputs)))
         return executable
 
-    def _devices(self, options: Any) -> tuple[int, ...]:
+    def devices_of(self, options: Any) -> tuple[int, ...]:
+        """Return the devices that a program's options name; none for all of the job's, in their order.
+
+        Raises:
+            PjrtError: as for `numbering.in_program`.
+        """
         assignment = options.device_assignment
         numbers = hlo.assigned_devices(assignment.serialize()) if assignment is not None else ()
         return numbering.in_program(numbers, self._settings.replicas, self._clients.local)

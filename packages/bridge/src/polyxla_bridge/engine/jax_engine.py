@@ -57,6 +57,8 @@ class JaxEngine(LocalEngine):
         PjrtError: a replica did not connect in time.
     """
 
+    _compiler: Compiler
+
     def __init__(self, settings: BridgeSettings, on_lookup: Callable[[bool], None] | None = None) -> None:
         self._clients = Clients(settings)
         super().__init__(settings, _devices(settings, self._clients))

@@ -50,21 +50,22 @@ class RecordingEngine(JaxEngine):
         fingerprint = hashlib.sha256(hlo_module + options).hexdigest()
         self._recorder.compiled(fingerprint, kernels.as_written(hlo_module), options)
         is_large = hlo.total_bytes(hlo_module) > LARGE_BYTES
-        partitions = xla_client.CompileOptions.ParseFromString(options).num_partitions
-        if is_large and partitions == 1:
-            return self._uncompiled(fingerprint, hlo_module)
+        compile_options = xla_client.CompileOptions.ParseFromString(options)
+        if is_large and compile_options.num_partitions == 1:
+            return self._uncompiled(fingerprint, hlo_module, self._compiler.devices_of(compile_options))
         executable = super().compile(hlo_module, options)
         executable.native["is_computed"] = not is_large
         return executable
 
-    def _uncompiled(self, fingerprint: str, hlo_module: bytes) -> Executable:
+    def _uncompiled(self, fingerprint: str, hlo_module: bytes, devices: tuple[int, ...]) -> Executable:
         executable = Executable(
             name=hlo.module_name(hlo_module),
             outputs=tuple(ArrayType(dtype, dims) for dtype, dims in hlo.results(hlo_module)),
-            num_replicas=len(self.devices),
+            num_replicas=len(devices or self.devices),
             optimized_hlo=hlo_module,
             code_size_bytes=0,
             fingerprint=fingerprint,
+            devices=devices,
         )
         # Only the compiler knows what the program would need; 0 stands for that.
         executable.attach(None, MemoryNeeds(0, 0, 0))
