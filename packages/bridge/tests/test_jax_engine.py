@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -165,10 +166,15 @@ ENTRY main {{ x = f32[2,3] parameter(0) y = f32[] parameter(1) z = f32[300000] p
             np.testing.assert_array_equal(download(replicas, buffer), host * count)
 
 
-def test_an_xla_flag_of_the_user_takes_precedence(engine: JaxEngine) -> None:
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_an_xla_flag_of_the_user_takes_precedence(
+    engine: JaxEngine, tmp_path: Path, is_in_file: bool
+) -> None:
     example = np.ones((64, 64), np.float32)
     flag = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT"
-    other = JaxEngine(BridgeSettings(xla_flags=flag))
+    file = tmp_path / "flags"
+    file.write_text(flag)
+    other = JaxEngine(BridgeSettings(xla_flags=str(file) if is_in_file else flag))
     hlos = [compiled(each, lambda a: a @ a, example).optimized_hlo for each in (engine, other)]
     assert [b"ynn" in code for code in hlos] == [False, True]
     other.close()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from polyxla_bridge.libtpu import client as libtpu
 from polyxla_bridge.plugin_client import plugin
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_bridge.programs import hlo, rewrite, shared_collectives
+from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto
 from polyxla_testing.engine_conformance import (
     ADD,
     DECOMPOSING,
@@ -148,6 +150,16 @@ ENTRY main {{ x = f32[64,64] parameter(0) y = f32[64,64] dot(x, x), {square}
             assert set(np.frombuffer(read.result(60), np.float32)) == {128}
     finally:
         memory.leave()
+
+
+def test_an_xla_flag_of_the_user_takes_precedence_also_from_a_file(cpu_plugin: Path, tmp_path: Path) -> None:
+    flag = "--xla_cpu_enable_fast_min_max=true"
+    file = tmp_path / "flags"
+    file.write_text(flag)
+    for text in ("", flag, str(file)):
+        with closing(PjrtEngine(BridgeSettings(xla_flags=text), cpu_plugin)) as engine:
+            options = CompileOptionsProto.FromString(compiled(engine, DOUBLING).native["program"].options)
+            assert ("xla_cpu_enable_fast_min_max" in options.env_option_overrides) == (not text)
 
 
 def test_a_refused_option_is_reported_in_the_plugins_words(cpu_plugin: Path) -> None:

@@ -52,6 +52,7 @@ class Compiler(CompileOnce):
         kept = cache.for_job(settings, options, on_lookup)
         super().__init__(kept, coordinator if settings.processes > 1 else None)
         self._settings = settings
+        self._flags = cache.flags(settings.xla_flags)
         self._name = COMPILER + (numerics.NAME if settings.has_tpu_numerics else "")
         self._clients = clients
         for target in custom_calls.TARGETS:
@@ -136,7 +137,7 @@ class Compiler(CompileOnce):
         options.device_assignment = xla_client.DeviceAssignment.create(np.ascontiguousarray(placed))
         # A flag that the user sets takes precedence.
         options.env_option_overrides = [
-            (name, value) for name, value in COMPILER_OPTIONS.items() if name not in self._settings.xla_flags
+            (name, value) for name, value in COMPILER_OPTIONS.items() if name not in self._flags
         ]
 
     def serialize(self, executable: Executable) -> bytes:

@@ -77,6 +77,7 @@ class PluginCompiler(CompileOnce):
         if settings.has_tpu_numerics:
             self.name += numerics.NAME
         self._settings = settings
+        self._flags = cache.flags(settings.xla_flags)
         self._client = client
         self._local = [index for index, device in enumerate(client.devices) if device.is_local]
         self._is_cpu = client.platform == CPU
@@ -203,7 +204,7 @@ class PluginCompiler(CompileOnce):
 
     def _is_users(self, option: str) -> bool:
         """Return whether the user sets an XLA option, which then takes precedence."""
-        return option in self._settings.xla_flags
+        return option in self._flags
 
     def _compile(self, code: bytes, chosen: bytes) -> tuple[LoadedProgram, bytes]:
         """Compile a program; return it with its options."""

@@ -201,7 +201,7 @@ def for_job(
             "or %s=off to turn the cache off",
             *(problem, POLYXLA_COMPILE_CACHE, POLYXLA_COMPILE_CACHE),
         )
-    if problem or not settings.cache_path or DUMPS in _flags(settings.xla_flags):
+    if problem or not settings.cache_path or DUMPS in flags(settings.xla_flags):
         return ProgramCache("", "")
     digest = context(settings, compiler)
     return ProgramCache(
@@ -227,14 +227,14 @@ def context(settings: BridgeSettings, compiler: Mapping[str, str | bool]) -> str
     """Return a digest of everything but the program that determines the compiled code."""
     # Settings that do not change the code, such as the platform's name and timeouts, are left out.
     rewriting = [settings.has_tpu_numerics, settings.has_torch_kernels]
-    job = [settings.replicas, rewriting, _flags(settings.xla_flags), sorted(compiler.items())]
+    job = [settings.replicas, rewriting, flags(settings.xla_flags), sorted(compiler.items())]
     # XLA divides loops by the number of threads.
     machine = [settings.nproc, len(os.sched_getaffinity(0)), platform.machine(), cpu()]
     whole = json.dumps([executable.code_digest(), version("jaxlib"), job, machine])
     return hashlib.sha256(whole.encode()).hexdigest()
 
 
-def _flags(text: str) -> str:
+def flags(text: str) -> str:
     """Return XLA's flags: the variable's text, or the content of the file that it names.
 
     Source: SetArgvFromEnv in xla/parse_flags_from_env.cc.
