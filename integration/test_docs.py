@@ -481,6 +481,8 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"{words[processes.LIVENESS_CHECK_S]} check every second notices",
             f"times out after {clients.CONNECT_TIMEOUT_S} s",
             f"is reported after {stall_watchdog.RETIRED_TIMEOUT_S:g} s",
+            f"after {words[failures.SIGNAL_SPREAD_S]} second",
+            f"after {failures.TERMINATION_GRACE_S / 60:g} minutes at the latest",
             f"exits with code {failures.PARENT_GONE}",
             f"At most {unanswered.MAX_IN_FLIGHT} executions are in flight",
         ],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from polyxla import UsageError
 from polyxla.cli.run import _run_program
 from polyxla.plugin import Job, Setting
 from polyxla_testing import PluginInstaller
+from polyxla_testing.processes import wait_for_end_of, wait_for_files
 
 TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"
@@ -101,6 +106,55 @@ def test_a_failing_replica_is_named_and_ends_the_others(way: str, code: int, tex
     assert done.returncode == code
     assert all(part in done.stderr for part in text.split("*")), done.stderr
     assert "processes.py" not in done.stderr, "the launching process's own traceback is not printed"
+
+
+BOTH_FINALLY = ["0-finally", "1-finally"]
+BOTH_SAVED = ["0-finally", "0-saved", "1-finally", "1-saved"]
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["command", "group"])
+@pytest.mark.parametrize(
+    ("number", "savers", "code", "text", "left"),
+    [
+        pytest.param(signal.SIGINT, "", 130, "polyxla: interrupted\n", BOTH_FINALLY, id="interrupt"),
+        pytest.param(signal.SIGTERM, "", -signal.SIGTERM, "", [], id="terminate"),
+        pytest.param(signal.SIGTERM, "01", -signal.SIGTERM, "", BOTH_SAVED, id="both-save"),
+        pytest.param(signal.SIGTERM, "0", -signal.SIGTERM, "", BOTH_SAVED[:2], id="one-saves"),
+        pytest.param(signal.SIGHUP, "01", -signal.SIGHUP, "", BOTH_SAVED, id="hang-up"),
+    ],
+)
+def test_a_signal_to_the_command_or_its_group_reaches_each_replica_once(
+    send: Callable[[int, int], None],
+    number: signal.Signals,
+    savers: str,
+    code: int,
+    text: str,
+    left: list[str],
+    tmp_path: Path,
+    install_plugin: PluginInstaller,
+) -> None:
+    code_of_runtime = (PROGRAMS / "bare_runtime.py").read_text()
+    # Its fork server is in the group, too.
+    install_plugin("forking", code_of_runtime.replace(" environs)", " environs, method='forkserver')"))
+    command = [sys.executable, "-m", "polyxla", "run", "--runtime", "forking", "--each", "--devices", "2"]
+    process = subprocess.Popen(
+        [*command, str(PROGRAMS / "each_signalled.py"), savers],
+        env={**os.environ, "FOLDER": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        pids = [tmp_path / "0.pid", tmp_path / "1.pid"]
+        wait_for_files(*pids)
+        send(process.pid, number)
+        _, said = process.communicate(timeout=TIMEOUT_S)
+        wait_for_end_of(int(pid.read_text()) for pid in pids)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, said) == (code, text)
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == left
 
 
 def test_on_several_hosts_the_user_says_where_the_store_is(install_plugin: PluginInstaller) -> None:

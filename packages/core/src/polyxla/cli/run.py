@@ -15,11 +15,13 @@ from typing import Any, NoReturn
 
 from polyxla import env
 from polyxla.cli import script
+from polyxla.console import end_interrupted
 from polyxla.contracts.job import Job, ReplicaResult
 from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
 from polyxla.launcher.launch import Membership, connected, make_choices, memberships, run_job
 from polyxla.launcher.ports import LOCALHOST, free_ports
+from polyxla.launcher.processes import Terminated
 from polyxla.launcher.start_methods import prepared_processes
 from polyxla.plugin_manager import load_plugins
 from polyxla.selection import Selection, select
@@ -165,11 +167,33 @@ def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
         start_method="forkserver",
         own_processes=True,
     )
+    _pass_on_signals()
     try:
         run_job(job, load_plugins(job.runtime))
+    except KeyboardInterrupt:
+        end_interrupted()
+    except Terminated as request:
+        signal.signal(request.number, signal.SIG_DFL)
+        signal.raise_signal(request.number)
     except Exception as error:
         script.fail(error)
     sys.exit(0)
+
+
+def _pass_on_signals() -> None:
+    """Let the launch end by an exception at Ctrl-C, and when the command is to end, as its program would."""
+    # The handler of the whole command ends it at once, and the replicas could not run their `finally` blocks.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # nohup makes a program ignore SIGHUP.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _terminate)
+
+
+def _terminate(number: int, _: object) -> NoReturn:
+    # timeout(1) sends it to this process, and then once more to the group.
+    signal.signal(number, signal.SIG_IGN)
+    raise Terminated(number)
 
 
 def _run_program(job: Job, place: Any) -> ReplicaResult:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import io
 import json
@@ -80,6 +82,27 @@ def interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
+def _record_signals() -> int:
+    """Return a descriptor from which the numbers of the signals are read that this process handles."""
+    received, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    # Loaders' workers are forks, whose signals are not this process's.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    return received
+
+
+def _take_signal(received: int, number: int) -> None:
+    """Take a signal that the launching process passes on, unless it was sent to this process as well.
+
+    `received` is the descriptor of `_record_signals`. A program may save at the first signal, and end at the
+    second.
+    """
+    with contextlib.suppress(BlockingIOError):
+        if number in os.read(received, 4096):
+            return
+    os.kill(os.getpid(), number)
+
+
 def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = dict) -> None:
     """Run the child: receive environment and work, run the work, send one answer.
 
@@ -120,7 +143,7 @@ def serve_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[]
 def finish(pipe: Connection, work: bytes | Callable[[], Any]) -> None:
     """Run the work and answer, while a thread answers the launching process's requests."""
     # Connect before the work is loaded: loading may take long, and a Ctrl-C must reach this process.
-    link = failures.connect(pipe, interrupt)
+    link = failures.connect(pipe, interrupt, functools.partial(_take_signal, _record_signals()))
     answer = _run(work)
     if _is_interrupted.is_set():
         # Replicas in other threads run their `finally` blocks, too. The answer must still arrive in time.

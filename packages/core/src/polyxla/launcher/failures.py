@@ -29,6 +29,13 @@ from polyxla.presence import Position
 
 INTERRUPT_GRACE_S = 3.0
 """Time for replicas to run their ``finally`` blocks after Ctrl-C, in seconds, before they are ended."""
+TERMINATION_GRACE_S = 600.0
+"""Time for replicas to save and end after a signal that the launching process passes on, in seconds.
+
+What sends such a signal has a limit of its own, usually a shorter one, after which it kills all processes.
+"""
+SIGNAL_SPREAD_S = 0.5
+"""Time in which a signal to a whole group or container reaches all of its processes, in seconds."""
 STOP_GRACE_S = 5.0
 """Time for a process to end after SIGTERM, in seconds, before it is killed."""
 POSITION_WAIT_S = 5.0
@@ -38,7 +45,7 @@ DEATH_GRACE_S = 3.0
 DEATH_NOTICE_S = 0.2
 """How long an error waits for the notice of a death that may have caused it, in seconds."""
 POSITION, INTERRUPT = "position", "interrupt"
-"""What the launching process asks of a replica process."""
+"""What the launching process asks of a replica process; a number passes on that signal."""
 PARENT_GONE = 3
 """Exit code of a replica process whose launching process went away."""
 STALLED = 5
@@ -61,10 +68,13 @@ class ParentLink:
     Args:
         pipe: the process's end.
         interrupt: interrupts the replicas of this process.
+        take_signal: takes a signal that the launching process has received.
     """
 
-    def __init__(self, pipe: Connection, interrupt: Callable[[], None]) -> None:
-        self._pipe, self._interrupt = pipe, interrupt
+    def __init__(
+        self, pipe: Connection, interrupt: Callable[[], None], take_signal: Callable[[int], None]
+    ) -> None:
+        self._pipe, self._interrupt, self._take_signal = pipe, interrupt, take_signal
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
@@ -87,7 +97,10 @@ class ParentLink:
         """
         try:
             while True:
-                if self._pipe.recv() == INTERRUPT:
+                request: str | int = self._pipe.recv()
+                if isinstance(request, int):
+                    self._take_signal(request)
+                elif request == INTERRUPT:
                     self._interrupt()
                 else:
                     self.report("position", _own.describe())
@@ -96,15 +109,18 @@ class ParentLink:
             os._exit(PARENT_GONE)
 
 
-def connect(pipe: Connection, interrupt: Callable[[], None]) -> ParentLink:
+def connect(
+    pipe: Connection, interrupt: Callable[[], None], take_signal: Callable[[int], None]
+) -> ParentLink:
     """Make `pipe` this process's link to its launching process, and answer requests on it.
 
     Args:
         pipe: this process's end.
         interrupt: called, in a thread, when the launching process passes on a Ctrl-C.
+        take_signal: called there with the number of any other signal that the launching process passes on.
     """
     # There is one link in a process: watchdogs in any thread report through it.
-    link = _own.link = ParentLink(pipe, interrupt)
+    link = _own.link = ParentLink(pipe, interrupt, take_signal)
     # A fork of the launching process inherits the replicas that ran inline there.
     presence.forget()
     presence.listen(lambda position: link.send(Message("replica", position)))

@@ -109,6 +109,10 @@ class _Server:
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Sent to the whole group, they are for the launching process and the replicas, which may save first.
+        self._handlers = {
+            ignored: signal.signal(ignored, signal.SIG_IGN) for ignored in (signal.SIGTERM, signal.SIGHUP)
+        }
         self._inherited = [control, self._woken, wakes]
 
     def serve(self) -> Connection | None:
@@ -139,6 +143,8 @@ class _Server:
             # The fork shares the server's socket, which its own signals must not wake.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for ignored, handler in self._handlers.items():
+                signal.signal(ignored, handler)
             child.leave_interrupts_to_launcher()
             for inherited in self._inherited:
                 inherited.close()

@@ -29,7 +29,7 @@ from polyxla.launcher import failures
 from polyxla.launcher.child import remove_remote_modules, serve_forked
 from polyxla.launcher.failures import STOP_GRACE_S, ReplicaProcess
 from polyxla.launcher.messages import Message, Setup, dumps, pickles, unpack
-from polyxla.launcher.process_handle import POLL_S, OwnProcess, is_stopped
+from polyxla.launcher.process_handle import POLL_S, OwnProcess, is_stopped, signal_name
 from polyxla.launcher.start_methods import interrupts_blocked, running_fork_server, spawn
 
 EXIT_GRACE_S = 0.5
@@ -38,6 +38,21 @@ LIVENESS_CHECK_S = 1.0
 """How often to check whether the children are alive, in seconds."""
 EXIT_NOTICE_S = 60.0
 """How often to say which processes have answered and still run, in seconds."""
+
+
+class Terminated(BaseException):
+    """Raised by a handler in the launching process: it received a signal that its replicas are to take.
+
+    Args:
+        number: the signal's.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return signal_name(self.number)
 
 
 def run_inline(job: Job, place: Any = None) -> list[Any]:
@@ -91,6 +106,7 @@ def run_processes(
         UsageError: the job cannot be sent to another process.
         ReplicaLostError: a process ended without an answer, or never sent hello.
         StalledError: replicas waited for each other too long.
+        Terminated: a handler raised it; the replicas have had `TERMINATION_GRACE_S` to end by themselves.
         Exception: what a replica raised, with the text of its traceback as the cause.
     """
     timeout_s = env.timeout_s(job.environ, env.POLYXLA_START_TIMEOUT_S)
@@ -119,6 +135,9 @@ def run_processes(
             _await_exits(children)
         except KeyboardInterrupt:
             _interrupt(children)
+            raise
+        except Terminated as request:
+            _terminate(children, request.number)
             raise
         return results
     finally:
@@ -271,6 +290,20 @@ def _interrupt(children: Sequence[ReplicaProcess]) -> None:
                 continue
             if message is not None and message.kind == "answer":
                 waiting.pop(pipe).has_answered = True
+
+
+def _terminate(children: Sequence[ReplicaProcess], number: int) -> None:
+    """Pass a signal on to the replicas, and wait until their processes have ended."""
+    # Some senders signal every process of the group; a replica must not take the signal twice.
+    time.sleep(failures.SIGNAL_SPREAD_S)
+    # A second one ends this process at once, and thereby its replicas.
+    signal.signal(number, signal.SIG_DFL)
+    for child in children:
+        with contextlib.suppress(OSError):
+            child.pipe.send(number)
+    deadline = time.monotonic() + failures.TERMINATION_GRACE_S
+    for child in children:
+        child.process.wait(deadline)
 
 
 def _receive(child: ReplicaProcess, children: Sequence[ReplicaProcess]) -> Message | None:
