@@ -28,6 +28,7 @@ from polyxla import UsageError
 from polyxla.plugin import snapshot
 from polyxla_xrt.client.channel import WorkerChannel, ask
 from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.client.probe import SILENT, look
 from polyxla_xrt.config import credentials
 from polyxla_xrt.env import (
     POLYXLA_XRT_TLS_CA,
@@ -225,6 +226,35 @@ def test_a_call_with_wrong_certificates_has_no_effect(
     if ca is None:
         assert f"For a worker with a certificate, set {POLYXLA_XRT_TLS_CA}" in str(error)
     assert served(encrypted, keys.environ()) == before
+
+
+class BusyWorker(worker_pb2_grpc.WorkerServicer):
+    """A worker that answers late."""
+
+    def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
+        time.sleep(1)
+        return pb.StatusReply(protocol=PROTOCOL, jobs_served=7)
+
+
+@pytest.mark.parametrize("client", [None, "client"])
+def test_a_worker_with_tls_that_is_alive_may_answer_late(keys: Keys, client: str | None) -> None:
+    pair = (Path(keys["worker.key"]).read_bytes(), Path(keys["worker.pem"]).read_bytes())
+    credentials = grpc.ssl_server_credentials(
+        [pair], Path(keys["ours.pem"]).read_bytes(), require_client_auth=client is not None
+    )
+    server = grpc.server(ThreadPoolExecutor(1))
+    worker_pb2_grpc.add_WorkerServicer_to_server(BusyWorker(), server)
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
+    server.start()
+    with ExitStack() as stack:
+        stack.callback(lambda: server.stop(None).wait(BOUND_S))
+        channel = stack.enter_context(closing(WorkerChannel(address, keys.environ(client=client))))
+        assert channel.status(timeout_s=0.2).jobs_served == 7
+
+
+def test_what_accepts_connections_and_encrypts_none_is_named(keys: Keys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert look(f"127.0.0.1:{listener.getsockname()[1]}", keys.environ()) == SILENT
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ class WorkerChannel:
                     time.sleep(RETRY_S)
                     continue
                 is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and deadline < last
-                if is_late and look(self._moved or self.address) == SPEAKS_HTTP2:
+                if is_late and self._look() == SPEAKS_HTTP2:
                     deadline = last
                     continue
                 raise self.explain(error) from None
@@ -167,7 +167,7 @@ class WorkerChannel:
         if code in (*_REPLACED, grpc.StatusCode.DEADLINE_EXCEEDED):
             # gRPC has the same statuses for every way in which a connection fails, so a short connection
             # finds the cause.
-            found = look(self._moved or self.address)
+            found = self._look()
             if code in _REPLACED and found == SPEAKS_HTTP2:
                 return WorkerConnectError(
                     f"the connection to {self.where} broke: {details}",
@@ -182,6 +182,9 @@ class WorkerChannel:
             where=self.address,
             fix=f"See the worker's log, and run: polyxla worker status {self.address}",
         )
+
+    def _look(self) -> str:
+        return look(self._moved or self.address, self._environ)
 
     def _unreachable(self, found: str, details: str) -> WorkerConnectError:
         # gRPC has no status for a failed handshake and mentions it only in the text.

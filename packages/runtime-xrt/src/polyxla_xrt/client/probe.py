@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 
 from polyxla_xrt import env
+from polyxla_xrt.config.variables import find
 from polyxla_xrt.errors import WorkerConnectError
 
 PROBE_S = 0.4
@@ -28,11 +29,20 @@ _SETTINGS = 4
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 
 
-def look(address: str) -> str:
-    """Return what is at ``host:port``, as the end of a sentence. Blocks for at most twice `PROBE_S`."""
+def look(address: str, environ: Mapping[str, str] | None = None) -> str:
+    """Return what is at ``host:port``, as the end of a sentence. Blocks for a few times `PROBE_S` at most.
+
+    Args:
+        address: the address.
+        environ: the environment to connect with, which may ask for encryption; None to connect without.
+    """
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as peer:
+        with (
+            socket.create_connection((host, int(port)), timeout=PROBE_S) as bare,
+            _encrypted(bare, host, environ or {}) as peer,
+        ):
             # A server of HTTP/2 answers the preface with its settings; a server of anything else answers with
             # an error, closes or stays silent.
             peer.sendall(_PREFACE)
@@ -50,6 +60,29 @@ def look(address: str) -> str:
     return _describe(answer)
 
 
+def _encrypted(bare: socket.socket, host: str, environ: Mapping[str, str]) -> socket.socket:
+    """Return a connection as a client with this environment uses it.
+
+    Raises:
+        OSError: the peer does not answer, or the credentials do not fit.
+    """
+    if not (ca := find(environ, _CA)):
+        return bare
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(ca.text)
+    cert, key = find(environ, env.POLYXLA_XRT_TLS_CERT), find(environ, env.POLYXLA_XRT_TLS_KEY)
+    if cert and key:
+        # The empty password makes an encrypted key fail, for which OpenSSL would otherwise prompt.
+        context.load_cert_chain(cert.text, key.text, password="")
+    context.set_alpn_protocols(["h2"])
+    try:
+        return context.wrap_socket(bare, server_hostname=host)
+    except TimeoutError:
+        raise OSError(SILENT) from None
+
+
 def check_reachable(address: str, environ: Mapping[str, str], timeout_s: float = ANSWER_S) -> None:
     """Check that a worker may be at ``host:port``, before anything is imported or started for it.
 
@@ -62,7 +95,7 @@ def check_reachable(address: str, environ: Mapping[str, str], timeout_s: float =
         WorkerConnectError: there is no worker at the address.
     """
     if environ.get(_CA):
-        # A TLS server does not answer a probe in the clear.
+        # The lease tells what is wrong with the certificates, too.
         return
     deadline = time.monotonic() + timeout_s
     while (found := look(address)) != SPEAKS_HTTP2:
