@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from polyxla.plugin import Counters, Counts, Memory, World
+from polyxla_training import long_work
 from polyxla_training.observe import Observer, RunLog, read_run
 
 if TYPE_CHECKING:
@@ -224,6 +225,48 @@ def remote(request: pytest.FixtureRequest) -> Iterator[str]:
 
     yield "memory://bucket/run"
     fsspec.filesystem("memory").store.clear()
+
+
+MEETINGS_S = 20.0
+"""Longest wait for replicas that should meet, in seconds; less than their own for each other."""
+
+
+class Meetings:
+    """Counts how often ordinal 0 of the fake runtime has met the other replicas."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def add(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> None:
+        """Wait for this number of further meetings, as slow storage keeps its reader."""
+        with self._changed:
+            last = self._count + count
+            if not self._changed.wait_for(lambda: self._count >= last, MEETINGS_S):
+                raise TimeoutError("the other replicas wait in one collective")
+
+
+@pytest.fixture
+def meetings(monkeypatch: pytest.MonkeyPatch) -> Meetings:
+    from polyxla_testing import fake
+
+    found = Meetings()
+    exchange = fake._Meeting.exchange
+
+    def counted(self: Any, ordinal: int, *arguments: Any) -> Any:
+        result = exchange(self, ordinal, *arguments)
+        if ordinal == 0:
+            found.add()
+        return result
+
+    monkeypatch.setattr(fake._Meeting, "exchange", counted)
+    monkeypatch.setattr(long_work, "LONGEST_WAIT_S", 0.05)
+    return found
 
 
 NOBODY = 65534

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -21,6 +22,7 @@ from polyxla import UsageError
 from polyxla_testing import PluginInstaller
 from polyxla_testing.processes import wait_until
 from polyxla_training import CheckpointError, CheckpointFolder, Trainer, load, save
+from polyxla_training.checkpoint import folder
 from polyxla_training.checkpoint.stop_signal import stop_file
 from polyxla_training.listeners import checkpointing
 
@@ -304,6 +306,26 @@ def test_replicas_agree_every_two_seconds_in_steps(
     trainer = Trainer(runtime="fake", devices=2, log_dir=None, progress=False, **options)
     trainer.fit(Timed(), [(torch.ones(2, 3), torch.ones(2, 1))] * 400)
     assert sorted(agreed) == sorted(steps * 2)
+
+
+@pytest.mark.parametrize("slow", [0, 1], ids=["before-the-next", "at-the-end"])
+def test_replicas_meet_while_one_waits_for_its_write(
+    slow: int, meetings: Any, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin.listener("every-nth", (PROGRAMS / "every_nth.py").read_text())
+    writes = itertools.count()
+
+    def write(state: Any, path: Path) -> None:
+        # More often than in a step and the end of an epoch.
+        if next(writes) == slow:
+            meetings.wait(40)
+        save(state, path)
+
+    monkeypatch.setattr(folder, "save", write)
+    options: Any = {"checkpoint_dir": "saved", "save_every_n_steps": 1, "max_steps": 2}
+    trainer = Trainer(runtime="fake", devices=2, log_dir=None, progress=False, **options)
+    trainer.fit(_Net(), [(torch.ones(2, 3), torch.ones(2, 1))] * 40)
+    assert [entry.step for entry in CheckpointFolder("saved").entries()] == [1, 2]
 
 
 @pytest.fixture

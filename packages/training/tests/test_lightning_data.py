@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
 from polyxla_training import Trainer
-from polyxla_training.lightning import data as lightning_data
 
 pytestmark = pytest.mark.usefixtures("fake_replicas")
 
@@ -131,29 +129,13 @@ def test_data_is_prepared_in_one_process_of_each_host(
     assert _calls(calls)[expected] == "setup fit", "before any replica is set up"
 
 
-def test_replicas_meet_again_and_again_while_data_is_prepared(
-    calls: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from polyxla_testing import fake
-
-    monkeypatch.setattr(lightning_data, "LONGEST_WAIT_S", 0.2)
-    waits: list[float] = []
-    exchange = fake._Meeting.exchange
-
-    def timed(self: Any, *arguments: Any) -> Any:
-        started = time.monotonic()
-        result = exchange(self, *arguments)
-        waits.append(time.monotonic() - started)
-        return result
-
+def test_replicas_meet_again_and_again_while_data_is_prepared(calls: Path, meetings: Any) -> None:
     class Slow(_Data):
         def prepare_data(self) -> None:
-            time.sleep(2.0)
+            meetings.wait(20)
             super().prepare_data()
 
-    monkeypatch.setattr(fake._Meeting, "exchange", timed)
     _trainer(2).fit(_Net(), Slow(calls))
-    assert max(waits) < 1.5, "no wait is as long as the preparation: it would be taken for a stall"
     assert _calls(calls)[0] == "prepare"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import pytest
 import polyxla
 from polyxla import UsageError
 from polyxla.plugin import World
-from polyxla_training import CheckpointError, CheckpointFolder, save
+from polyxla_training import CheckpointError, CheckpointFolder, load, resume, save
 from polyxla_training.resume import load_same
 
 pytestmark = pytest.mark.usefixtures("fake_replicas")
@@ -60,6 +61,23 @@ def test_a_directory_that_cannot_be_listed_is_an_error_in_all() -> None:
 def test_a_damaged_newest_checkpoint_is_skipped_by_all() -> None:
     damaged = _saved("shared", 1, 2) / "step-00000002.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert _load(["auto"] * 4, ["shared"] * 4) == [{"step": 1, "value": 0}] * 4
+
+
+@pytest.mark.parametrize("reader", [0, 1], ids=["the-first-that-chooses", "another"])
+def test_replicas_meet_while_one_reads_for_long(
+    reader: int, meetings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved("shared", 1)
+    reads = itertools.count()
+
+    def slow(place: Any) -> Any:
+        # The first that reads is ordinal 0, which chooses.
+        if next(reads) == reader:
+            meetings.wait(20)
+        return load(place)
+
+    monkeypatch.setattr(resume, "load", slow)
     assert _load(["auto"] * 4, ["shared"] * 4) == [{"step": 1, "value": 0}] * 4
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from polyxla import UsageError
 from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, check_state, fingerprint, load
 from polyxla_training.checkpoint.atomic import is_sharded
+from polyxla_training.long_work import run_while_others_wait
 from polyxla_training.storage import Location, check_location, locate
 
 if TYPE_CHECKING:
@@ -156,7 +157,8 @@ def load_same(
     if source != "auto":
         place, loaded = locate(source), None
     else:
-        choice, loaded = _choose(replica, directory, in_shards)
+        choose = partial(_choose, replica, directory, in_shards)
+        choice, loaded = run_while_others_wait(replica, choose)
         # Gathered even after an error: a replica that raised here alone would leave the others waiting.
         choices = replica.all_gather(choice)
         if errors := [choice.error for choice in choices if choice.error is not None]:
@@ -166,17 +168,25 @@ def load_same(
             _check_none(choices, replica.all_gather(socket.gethostname()), where)
             return None
         place = choices[0].place
-    outcome = _Attempt(socket.gethostname())
-    try:
-        loaded = _read(replica, in_shards, place) if loaded is None else loaded
-        step = loaded.state.get("step") if isinstance(loaded.state, Mapping) else None
-        outcome = _Attempt(outcome.host, fingerprint(place), step)
-    except CheckpointError as error:
-        outcome = _Attempt(outcome.host, error=error)
+    attempt = partial(_attempt, replica, in_shards, place, loaded)
+    outcome, loaded = run_while_others_wait(replica, attempt)
     # Errors are raised here and not above, so that all replicas take part and all of them raise.
     _check_same(outcome, replica.all_gather(outcome), str(place), where)
     assert loaded is not None
     return place, loaded
+
+
+def _attempt(
+    replica: Collectives, in_shards: bool, place: Location, loaded: Loaded | None
+) -> tuple[_Attempt, Loaded | None]:
+    """Read a checkpoint, unless it is `loaded` already; return what came of it."""
+    host = socket.gethostname()
+    try:
+        loaded = _read(replica, in_shards, place) if loaded is None else loaded
+        step = loaded.state.get("step") if isinstance(loaded.state, Mapping) else None
+        return _Attempt(host, fingerprint(place), step), loaded
+    except CheckpointError as error:
+        return _Attempt(host, error=error), None
 
 
 def _read(replica: Collectives, in_shards: bool, place: Location) -> Loaded:

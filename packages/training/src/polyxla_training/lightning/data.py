@@ -5,7 +5,6 @@ Heavy: imports torch.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,10 +15,7 @@ from polyxla.plugin import Loader
 from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.hooks import find_hook, is_module, is_overridden
 from polyxla_training.lightning.trainer_view import TrainerView
-
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 10.0
-"""Interval at which replicas ask whether the data is prepared, in seconds; it doubles from the first to the
-longest. Waiting in one collective until a long download ends would be reported as a stall."""
+from polyxla_training.long_work import run_while_others_wait
 
 
 class Data:
@@ -73,10 +69,7 @@ class Data:
                 continue
             is_per_host = getattr(owner, "prepare_data_per_node", True)
             is_mine = world.local_ordinal == 0 if is_per_host else world.ordinal == 0
-            if world.world_size == 1:
-                hook()
-            else:
-                _run_while_others_wait(self._replica, hook if is_mine else None)
+            run_while_others_wait(self._replica, hook if is_mine else lambda: None)
 
     def set_up(self) -> None:
         """Call ``setup`` of the data module, the callbacks and the module."""
@@ -165,34 +158,6 @@ def divisible_by_batches(loader: Any) -> Any:
     # A subclass may change the batches, unless its constructor takes arguments that are unknown here.
     kind = type(loader) if type(loader).__init__ is DataLoader.__init__ else DataLoader
     return kind(loader.dataset, batch_sampler=loader.batch_sampler, **arguments)
-
-
-def _run_while_others_wait(replica: Replica, function: Callable[[], None] | None) -> None:
-    """Run `function` in this replica, or wait for the replicas that have one. A collective."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            if function is not None:
-                function()
-        except BaseException as error:
-            errors.append(error)
-
-    # In a thread, so that this replica can take part in collectives while the data is prepared.
-    thread = threading.Thread(target=run, name="polyxla-prepare-data", daemon=True)
-    thread.start()
-    wait_s = FIRST_WAIT_S
-    while True:
-        # All replicas run this loop in step, because each round ends with a collective, however long the hook
-        # takes.
-        thread.join(wait_s)
-        is_running = thread.is_alive()
-        # Raised at once, although the others still wait: the launcher ends them when this replica fails.
-        if errors:
-            raise errors[0]
-        if not any(replica.all_gather(is_running)):
-            return
-        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
 def resolve_loader(source: Any, loader: Any, method: str) -> Iterable[Any] | None:

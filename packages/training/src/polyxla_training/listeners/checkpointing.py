@@ -15,6 +15,7 @@ from polyxla_training.checkpoint.folder import CheckpointFolder
 from polyxla_training.checkpoint.stop_signal import SIGNALLED, StopSignal, stop_file
 from polyxla_training.checkpoint.tensors import is_divided
 from polyxla_training.listeners.early_stopping import BestValue
+from polyxla_training.long_work import run_while_others_wait
 
 if TYPE_CHECKING:
     from polyxla import Replica
@@ -121,9 +122,11 @@ class CheckpointListener:
         """Save the last step, if it is not saved yet."""
         if self._saved_step != replica.steps or self._is_best:
             self._save(replica)
-        self._writer.close()
+        run_while_others_wait(replica, self._writer.close)
 
     def _save(self, replica: Replica) -> None:
+        # A write may take longer than the others may wait in one collective.
+        run_while_others_wait(replica, self._writer.close)
         # A collective in every replica, because the state has the random numbers of all.
         state = self._fit.state_dict()
         self._saved_step = replica.steps
