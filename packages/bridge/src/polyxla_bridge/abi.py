@@ -82,8 +82,12 @@ class _Layout(ctypes.Union):
     _fields_ = (("tiled", Tiled),)
 
 
+TILED, STRIDES = range(2)
+"""``PJRT_Buffer_MemoryLayout_Type``."""
+
+
 class MemoryLayout(Structure):
-    """``PJRT_Buffer_MemoryLayout``; its other form, strides, is smaller than the tiled one."""
+    """``PJRT_Buffer_MemoryLayout``; its other form, strides, has its numbers where this one has the order."""
 
     _fields_ = (
         ("struct_size", c_size_t),

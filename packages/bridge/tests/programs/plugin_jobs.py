@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+from ctypes import addressof as address
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 from engine_helpers import OPTIONS, SETTINGS, main, module, say
 
-from polyxla_bridge import LIBRARY
+from polyxla_bridge import LIBRARY, abi
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
 from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.plugin_client import buffers, plugin
+from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_testing.engine_conformance import ADD, DONATING, compiled, download, ones, upload
 
 JOBS, WARM, WINDOW = 200, 40, 20
@@ -73,6 +78,39 @@ def emulated_libtpu() -> None:
     say(dict(engine.memory_stats(engine.devices[0]))["bytes_in_use"])
     engine.close()
     say(engine.live_buffers)
+
+
+def host_layouts() -> None:
+    """Read an array of an emulated libtpu in several layouts, and say which it refuses."""
+    client = PluginClient(plugin.load(LIBRARY), {})
+    given = np.arange(6, dtype=np.float32)
+    array = buffers.put(client, client.devices[0], "float32", (2, 1, 3), given.view(np.uint8).data)
+    for type_, numbers in (
+        (abi.TILED, (2, 1, 0)),
+        (abi.TILED, (1, 2, 0)),
+        (abi.TILED, (0, 1, 2)),
+        (abi.STRIDES, (12, 12, 4)),
+        (abi.STRIDES, (12, 1000, 4)),
+        (abi.STRIDES, (4, 8, 8)),
+    ):
+        listed = (ctypes.c_int64 * 3)(*numbers)
+        layout = abi.MemoryLayout(struct_size=ctypes.sizeof(abi.MemoryLayout), type=type_)
+        layout.layout.tiled.minor_to_major, layout.layout.tiled.minor_to_major_size = address(listed), 3
+        found = np.zeros(6, np.float32)
+        try:
+            made = client.plugin.call(
+                "Buffer_ToHostBuffer",
+                src=array.handle,
+                host_layout=address(layout),
+                dst=found.ctypes.data,
+                dst_size=found.nbytes,
+            )
+        except PjrtError as error:
+            say(error.code, error.message)
+        else:
+            buffers.Event(client.plugin, made.event).wait()
+            say(found.tolist() == given.tolist())
+    client.close()
 
 
 if __name__ == "__main__":

@@ -49,10 +49,6 @@ class Event:
         self._plugin.call("Event_Destroy", event=self._handle)
 
 
-TILED = 0
-"""``PJRT_Buffer_MemoryLayout_Type_Tiled``."""
-
-
 class DeviceArray:
     """An array on a device, which is destroyed with this object. It may not be computed yet.
 
@@ -136,7 +132,7 @@ def _row_major(rank: int) -> Any:
         minor_to_major=ctypes.addressof(order),
         minor_to_major_size=rank,
     )
-    layout = MemoryLayout(struct_size=ctypes.sizeof(MemoryLayout), type=TILED)
+    layout = MemoryLayout(struct_size=ctypes.sizeof(MemoryLayout), type=abi.TILED)
     layout.layout.tiled = tiled
     # The struct holds only the address of the numbers, which must live as long.
     layout.order = order

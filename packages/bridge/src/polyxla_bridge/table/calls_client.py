@@ -16,7 +16,8 @@ from typing import Any
 from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.handles import ArrayTypes, Bridge, address, call, host_memory, text
+from polyxla_bridge.programs.executable import ArrayType
+from polyxla_bridge.table.handles import ArrayTypes, Bridge, address, call, host_memory, read_array, text
 
 MEMORY_KIND = "device"
 """Kind of a device's only memory."""
@@ -284,4 +285,24 @@ def buffer_to_host_buffer(bridge: Bridge, args: Any) -> None:
             Code.INVALID_ARGUMENT,
             f"the array has {length} bytes, which do not fit into a buffer of {args.dst_size}",
         )
+    if length and args.host_layout and not _is_row_major(args.host_layout, buffer.type):
+        raise PjrtError(
+            Code.UNIMPLEMENTED,
+            f"{buffer.type} can only be read in row-major order: transpose the array first",
+        )
     args.event = bridge.event(bridge.engine.to_host(buffer, host_memory(args.dst, length)))
+
+
+def _is_row_major(layout: int, type_: ArrayType) -> bool:
+    found = abi.MemoryLayout.from_address(layout)
+    tiled = found.layout.tiled
+    numbers = read_array(tiled.minor_to_major, tiled.minor_to_major_size, ctypes.c_int64)
+    # A dimension of size 1 has no effect.
+    dimensions = [number for number, size in enumerate(type_.dims) if size != 1]
+    if found.type == abi.STRIDES:
+        width = abi.width(type_.dtype)
+        return [numbers[i] for i in dimensions] == [
+            width * math.prod(type_.dims[i + 1 :]) for i in dimensions
+        ]
+    order = [number for number in numbers if number in dimensions]
+    return order == dimensions[::-1] and not tiled.num_tiles
