@@ -209,6 +209,23 @@ def test_compiled_programs_are_cached_for_later_jobs(cpu_plugin: Path, tmp_path:
     assert found == [False, False, True, True]
 
 
+def test_a_compiled_program_is_for_one_model_of_device(cpu_plugin: Path, tmp_path: Path) -> None:
+    settings = BridgeSettings(cache_path=str(tmp_path), cache_origin=CacheOrigin.USER)
+    found: list[bool] = []
+    program, kept = module(DOUBLING), b""
+    for kind in ("one model", "another model", "one model"):
+        client = PluginClient(plugin.load(cpu_plugin), {})
+        client.devices = tuple(replace(device, kind=kind) for device in client.devices)
+        with closing(PjrtEngine(settings, client, on_lookup=found.append)) as engine:
+            executable = engine.compile(program, OPTIONS)
+            if kind == "another model":
+                with pytest.raises(PjrtError, match=r"for one model, and this is .* for another model"):
+                    engine.deserialize(kept)
+            kept = kept or engine.serialize(executable)
+            assert engine.deserialize(engine.serialize(executable)).name == "doubling"
+    assert found == [False, False, True]
+
+
 def test_programs_with_other_collectives_end_with_an_error_on_all_replicas(open_engine: OpenEngine) -> None:
     engine = open_engine(2)
     program = f"""HloModule NAME, replica_count=2

@@ -73,7 +73,9 @@ class PluginCompiler(CompileOnce):
     def __init__(
         self, settings: BridgeSettings, client: PluginClient, on_lookup: Callable[[bool], None] | None
     ) -> None:
-        self.name = f"{client.platform} ({client.platform_version}) API {abi.MAJOR}.{client.plugin.minor}"
+        version = f"{client.platform} ({client.platform_version}) API {abi.MAJOR}.{client.plugin.minor}"
+        # One plugin compiles for several models, such as those of TPUs.
+        self.name = f"{version} for {', '.join(sorted({device.kind for device in client.devices}))}"
         if settings.has_tpu_numerics:
             self.name += numerics.NAME
         self._settings = settings
