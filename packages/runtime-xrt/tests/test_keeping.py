@@ -29,7 +29,7 @@ from polyxla_xrt.keeping import keep, kept
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL
-from polyxla_xrt.server.worker.keeping import MAX_NAMES
+from polyxla_xrt.server.worker.keeping import MAX_NAMES, Keeper, KeptFile
 
 SOON_S = 20.0
 STATE = {"step": 7, "model": {"weight": torch.arange(6.0).reshape(2, 3), "names": ["a", "b"]}}
@@ -138,6 +138,19 @@ def test_it_is_freed_in_time(start_worker: Callable[..., Any], job: Callable[...
     wait_until(lambda: not worker.status()["kept"] and not kept_files(worker), "no files", SOON_S)
     with job(worker):
         assert kept("state") is None
+
+
+def test_many_jobs_of_one_owner_leave_no_threads() -> None:
+    freed: list[str] = []
+    keeper = Keeper(1.0, 1 << 20, {}, lambda file, number: None if number else freed.append(file.name))
+    threads = threading.active_count()
+    for number in range(50):
+        keeper.begin("owner")
+        keeper.put(KeptFile("owner", f"name {number}", b""), 1, iter([b"x"]))
+        keeper.end("owner")
+    assert threading.active_count() <= threads
+    wait_until(lambda: len(freed) == 50, "the end of the time", SOON_S)
+    assert keeper.describe() == []
 
 
 def kept_files(worker: Any) -> int:

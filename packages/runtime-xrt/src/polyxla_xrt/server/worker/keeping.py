@@ -13,6 +13,8 @@ from polyxla_xrt.protocol.channels import CHUNK_BYTES
 
 MAX_NAMES = 64
 """Maximum number of names of one owner."""
+_SWEEP_S = 0.5
+"""Interval at which what has been kept long enough is freed, in seconds."""
 
 
 class TooMuchError(Exception):
@@ -70,8 +72,9 @@ class Keeper:
         self._lock = threading.Lock()
         for file, number in before.items():
             self._owners.setdefault(file.owner, _Owner()).files[file.name] = (file, number)
-        for owner in list(self._owners):
-            self._leave(owner)
+        for owner in self._owners.values():
+            owner.freed = time.monotonic() + keep_s
+        threading.Thread(target=self._sweep, name="polyxla-kept", daemon=True).start()
 
     def begin(self, owner: str) -> None:
         """Record a job of an owner, which keeps what it finds."""
@@ -82,26 +85,23 @@ class Keeper:
     def end(self, owner: str) -> None:
         """Record the end of such a job."""
         with self._lock:
-            self._owners[owner].jobs -= 1
-            if not self._owners[owner].jobs:
-                self._leave(owner)
+            found = self._owners[owner]
+            found.jobs -= 1
+            if not found.jobs:
+                found.freed = time.monotonic() + self._keep_s
 
-    def _leave(self, owner: str) -> None:
-        self._owners[owner].freed = time.monotonic() + self._keep_s
-        timer = threading.Timer(self._keep_s, self._free, [owner])
-        timer.daemon = True
-        timer.start()
-
-    def _free(self, owner: str) -> None:
-        with self._lock:
-            found = self._owners.get(owner)
-            # A job may have begun and ended since, whose end started another timer.
-            if found is None or found.freed is None or found.freed > time.monotonic():
-                return
-            del self._owners[owner]
-            for file, number in found.files.values():
-                os.close(number)
-                self._order(file, None)
+    def _sweep(self) -> None:
+        """Free what has been kept long enough, for as long as this process lives."""
+        while True:
+            time.sleep(_SWEEP_S)
+            with self._lock:
+                for owner, found in list(self._owners.items()):
+                    if found.freed is None or found.freed > time.monotonic():
+                        continue
+                    del self._owners[owner]
+                    for file, number in found.files.values():
+                        os.close(number)
+                        self._order(file, None)
 
     def put(self, file: KeptFile, size: int, chunks: Iterator[bytes]) -> None:
         """Keep bytes under a name, in place of what was there; all of them or, on an error, none.
