@@ -381,6 +381,14 @@ class TestRun:
         assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(done.stdout) == [["script.py", "--devices", "7", "--json"], ["toy", "[3]", "3"]]
 
+    def test_the_script_has_the_options_of_the_commands_python(self, tmp_path: Path) -> None:
+        (tmp_path / "script.py").write_text("import sys; print(sys.flags.optimize, sys.warnoptions[-1])")
+        command = [sys.executable, "-O", "-W", "error", "-m", "polyxla", "run", "script.py"]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert (done.stdout, done.stderr) == ("1 error\n", "")
+
     def test_the_script_keeps_the_commands_process_id(self, tmp_path: Path) -> None:
         (tmp_path / "script.py").write_text("import os; print(os.getpid())")
         command = [sys.executable, "-m", "polyxla", "run", "script.py"]

@@ -102,6 +102,31 @@ def test_replicas_end_with_their_fork_server_which_is_named(run_bare: Callable[.
         run_bare(kill_server, size=2, method="forkserver")
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_replicas_have_the_options_of_the_launching_python(method: str, tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+from polyxla.launcher.processes import run_processes
+from polyxla.plugin import Job, Setting
+
+def look(job, place):
+    return sys.flags.optimize, sys.flags.dev_mode, sys.warnoptions[-1], sys.stdout.write_through
+
+job = Job(print, (), "none", (0,), dict(os.environ), Setting(None, "default"), main=look)
+print(run_processes(job, [0], [os.environ], method={method!r}))
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for options, seen in [
+        (["-u", "-O", "-X", "dev", "-W", "error"], (1, True, "error", True)),
+        (["-W", "ignore"], (0, False, "ignore", False)),
+    ]:
+        command = [sys.executable, *options, "-c", code]
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=True, timeout=WAIT_S
+        )
+        assert done.stdout == f"[{seen}]\n"
+
+
 def test_an_idle_fork_server_ends() -> None:
     code = "import polyxla.launcher.fork_server as server, sys; server.IDLE_S = 0.3; server.main()"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

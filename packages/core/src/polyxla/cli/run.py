@@ -22,7 +22,7 @@ from polyxla.errors import UsageError
 from polyxla.launcher.launch import Membership, connected, make_choices, memberships, run_job
 from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla.launcher.processes import Terminated
-from polyxla.launcher.start_methods import prepared_processes
+from polyxla.launcher.start_methods import interpreter_options, prepared_processes
 from polyxla.plugin_manager import load_plugins
 from polyxla.selection import Selection, select
 
@@ -101,7 +101,8 @@ def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
     # Returns only if no prepared process fits; the program is then started in the ordinary way.
     if ready := prepared_processes():
         ready.run_program(plan.command, environ)
-    os.execve(plan.command[0], plan.command, environ)
+    python, *arguments = plan.command
+    os.execve(python, [python, *interpreter_options(), *arguments], environ)
 
 
 def _check_program(command: Sequence[str]) -> None:

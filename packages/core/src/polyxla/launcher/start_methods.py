@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Protocol
 
+from polyxla import env
 from polyxla.entry_points import entry_points
 from polyxla.launcher import child, fork_server
 from polyxla.launcher.process_handle import Exit, OwnProcess, Process
@@ -164,10 +165,20 @@ def _python(
 ) -> OwnProcess:
     main = _MAIN.format(module.__name__)
     # The path comes before any import: polyxla itself may be importable only by it.
-    command = [sys.executable, "-c", main, json.dumps(sys.path), json.dumps(descriptors), *more]
+    arguments = [json.dumps(sys.path), json.dumps(descriptors), *more]
+    command = [sys.executable, *interpreter_options(), "-c", main, *arguments]
     # Without standard input: replicas that read it would take turns with the program for its lines.
     popen = subprocess.Popen(command, env=dict(environ), pass_fds=descriptors, stdin=subprocess.DEVNULL)
     return OwnProcess(popen.pid, popen)
+
+
+def interpreter_options() -> list[str]:
+    """Return this Python's options, such as ``-O`` and ``-W error``, for another one that runs the same."""
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001
+    # -u is recorded in the streams only; its variable is passed on with the environment.
+    if sys.__stdout__ and sys.__stdout__.write_through and not env.snapshot().get("PYTHONUNBUFFERED"):
+        options.append("-u")
+    return options
 
 
 class PreparedProcesses(Protocol):

@@ -155,7 +155,8 @@ def _start(connection: socket.socket, descriptors: list[int]) -> int | None:
 
 def _is_cold_program() -> bool:
     """Return whether ``polyxla run`` has already reported, before this process, that the start is cold."""
-    return sys.orig_argv[1:3] == ["-m", script.__name__]
+    # Options of Python may come before it.
+    return script.__name__ in sys.orig_argv
 
 
 def _pid(path: Path) -> int:

@@ -51,7 +51,7 @@ _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 def surroundings() -> dict[str, Any]:
     """Return what a fork inherits and cannot change, or what libraries read when they are loaded."""
     return {
-        "interpreter with its flags": [sys.executable, sys.prefix, sys.version, list(sys.flags)],
+        "interpreter with its flags": [sys.executable, sys.prefix, sys.version, list(sys.flags), *_options()],
         "user and groups": [os.getresuid(), os.getresgid(), sorted(os.getgroups())],
         "CPUs": sorted(os.sched_getaffinity(0)),
         "namespaces": {path.name: str(path.readlink()) for path in sorted(Path("/proc/self/ns").iterdir())},
@@ -63,6 +63,12 @@ def surroundings() -> dict[str, Any]:
         **_status(),
         **_by_calls(),
     }
+
+
+def _options() -> list[Any]:
+    """Return the options of Python that are not among its flags: those of -W, -X and -u."""
+    is_unbuffered = sys.__stdout__ is not None and sys.__stdout__.write_through
+    return [sys.warnoptions, sys._xoptions, is_unbuffered]  # noqa: SLF001
 
 
 def _read(file: str) -> str | None:
