@@ -127,6 +127,31 @@ print(run_processes(job, [0], [os.environ], method={method!r}))
         assert done.stdout == f"[{seen}]\n"
 
 
+def test_a_fork_of_the_launching_process_has_a_server_of_its_own() -> None:
+    code = """
+import multiprocessing, os, sys
+from polyxla.launcher.processes import run_processes
+from polyxla.plugin import Job, Setting
+
+def launch():
+    parent = lambda *_: os.getppid()
+    job = Job(print, (), "none", (0,), dict(os.environ), Setting(None, "default"), main=parent)
+    return run_processes(job, [0], [os.environ], method="forkserver")
+
+[server] = launch()
+trial = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(launch() == [server]))
+trial.start()
+trial.join(60)
+if (pid := os.fork()) == 0:
+    sys.exit(0)
+_, status = os.waitpid(pid, 0)
+print(trial.exitcode, status, launch() == [server])
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * WAIT_S)
+    assert (done.stdout, done.stderr) == ("0 0 True\n", "")
+
+
 def test_an_idle_fork_server_ends() -> None:
     code = "import polyxla.launcher.fork_server as server, sys; server.IDLE_S = 0.3; server.main()"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

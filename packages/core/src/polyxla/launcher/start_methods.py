@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -108,12 +109,16 @@ class ForkServer:
                 if end:
                     self.exits[number] = Exit(*end)
 
+    def leave(self) -> None:
+        """Close this process's end; the server ends when every process has closed it."""
+        self._control.close()
+
     def close(self) -> None:
         """End the server, once its processes have ended; at once if it never forked any."""
         if not next(self._numbers):
             # It may still be importing, and would notice the closed socket only afterwards.
             self.process.signal(signal.SIGTERM)
-        self._control.close()
+        self.leave()
         self.process.wait(time.monotonic() + CLOSE_S)
 
 
@@ -133,6 +138,19 @@ def running_fork_server(environ: Mapping[str, str], preload: Sequence[str]) -> F
             with interrupts_blocked():
                 server = _servers[tuple(preload)] = ForkServer(environ, preload)
         return server
+
+
+def _leave_servers() -> None:
+    """In a fork of this process, leave the servers to it: they are not the fork's children."""
+    global _servers_lock  # noqa: PLW0603
+    # Another thread may have held it.
+    _servers_lock = threading.Lock()
+    for server in _servers.values():
+        server.leave()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_servers)
 
 
 @atexit.register
