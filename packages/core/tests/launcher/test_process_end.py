@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -98,6 +100,26 @@ def test_a_replica_that_fails_after_it_has_returned_is_named(
     with pytest.raises(ReplicaLostError) as caught:
         run_bare(leave, size=2, method=method)
     assert re.fullmatch(rf"process 1 \(replica 1; pid \d+\) returned, then {how}", str(caught.value))
+
+
+def _reap_all(*_: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, _reap_all], ids=["ignored", "reaping"])
+def test_a_program_may_ignore_sigchld_or_reap_all_children(
+    handler: Any, method: ProcessMethod, run_bare: Callable[..., list[Any]]
+) -> None:
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        assert run_bare(lambda replica: replica.ordinal, size=2, method=method) == [0, 1]
+        how = "exited with code 9" if method == "forkserver" else "ended with an unknown exit code"
+        with pytest.raises(ReplicaLostError, match=how):
+            run_bare(lambda _: os._exit(9), method=method)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_output_that_cannot_be_written_is_an_error(

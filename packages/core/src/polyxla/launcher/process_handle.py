@@ -57,18 +57,21 @@ class Exit:
     """How a process ended.
 
     Attributes:
-        code: its exit code; the negative number of the signal that ended it.
+        code: its exit code; the negative number of the signal that ended it; None if it is unknown, because
+            the program ignores SIGCHLD, or reaps the children of others.
         peak_bytes: its peak memory, shared pages included.
         server: process id of its fork server, if this is the end of that, which took it along.
     """
 
-    code: int
+    code: int | None
     peak_bytes: int
     server: int | None = None
 
     def __str__(self) -> str:
         if self.server is not None:
             return f"ended with its fork server (pid {self.server}), which {replace(self, server=None)}"
+        if self.code is None:
+            return "ended with an unknown exit code, since the program ignores SIGCHLD or reaps all children,"
         if self.code >= 0:
             return f"exited with code {self.code}"
         how = f"was ended by {signal_name(-self.code)}"
@@ -118,11 +121,15 @@ class OwnProcess(Process):
     def ended(self) -> Exit | None:
         """Poll with wait4, which also returns the peak memory."""
         if self._end is None:
-            # Nothing else may reap it: the kernel tells exit code and memory once.
-            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
-            if pid:
-                self._end = Exit(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
-                if self._popen:
-                    # Popen would otherwise wait for the child, which has been reaped here.
-                    self._popen.returncode = self._end.code
+            # The kernel tells exit code and memory once.
+            try:
+                pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self._end = Exit(None, 0)
+            else:
+                if pid:
+                    self._end = Exit(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
+            if self._end and self._popen:
+                # Popen would otherwise wait for the child, which has been reaped.
+                self._popen.returncode = self._end.code or 0
         return self._end
