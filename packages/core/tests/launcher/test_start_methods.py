@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -150,6 +152,21 @@ print(trial.exitcode, status, launch() == [server])
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * WAIT_S)
     assert (done.stdout, done.stderr) == ("0 0 True\n", "")
+
+
+def test_replicas_are_forked_for_a_process_with_many_open_files(run_bare: Callable[..., list[Any]]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("a process may not have so many open files here")
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        for _ in range(1100):
+            stack.enter_context(Path(os.devnull).open())
+        # A server that started earlier has a low number.
+        start_methods._close_servers()
+        start_methods._servers.clear()
+        assert run_bare(lambda replica: replica.ordinal, size=2, method="forkserver") == [0, 1]
 
 
 def test_an_idle_fork_server_ends() -> None:

@@ -167,7 +167,10 @@ def _wait_for(connections: Sequence[socket.socket]) -> None:
 def _read(connection: socket.socket) -> bytes:
     """Wait until something arrives, or the connection is closed; return what has arrived."""
     # Process 0 has the same sockets, and its timeouts also make them non-blocking in this process.
-    select.select([connection], [], [])
+    # Not `select`, which takes descriptors below 1024 only: this process has the number of process 0's.
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.poll()
     try:
         return connection.recv(4096, socket.MSG_DONTWAIT)
     except BlockingIOError:

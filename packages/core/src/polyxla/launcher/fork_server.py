@@ -104,7 +104,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._numbers: dict[int, int] = {}
-        # SIGCHLD writes to this socket, which wakes the thread from `select`.
+        # SIGCHLD writes to this socket, which wakes the thread from `poll`.
         self._woken, wakes = socket.socketpair()
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
@@ -118,14 +118,18 @@ class _Server:
     def serve(self) -> Connection | None:
         """Serve requests until the launching process ends or none arrive; in a fork, return its pipe."""
         requested = time.monotonic()
+        # Not `select`, which takes descriptors below 1024 only: this process has the launching one's number.
+        poll = select.poll()
+        for source in (self._control, self._woken):
+            poll.register(source, select.POLLIN)
         while self._numbers or time.monotonic() < requested + IDLE_S:
             # It never ends before its forks: it must report how each of them ended.
             wait_s = None if self._numbers else max(0.0, requested + IDLE_S - time.monotonic())
-            ready, _, _ = select.select([self._control, self._woken], [], [], wait_s)
-            if self._woken in ready:
+            ready = dict(poll.poll(None if wait_s is None else 1000 * wait_s))
+            if self._woken.fileno() in ready:
                 self._woken.recv(4096)
                 self._reap()
-            if self._control in ready:
+            if self._control.fileno() in ready:
                 requested = time.monotonic()
                 data = b""
                 # Reset: the launching process was killed before it read a report.

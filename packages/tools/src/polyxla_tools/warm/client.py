@@ -222,11 +222,18 @@ class WarmProcess(Process):
 
     def ended(self) -> Exit | None:
         """Return the end that was reported; never blocks."""
-        if self._end is None and select.select([self._connection], [], [], 0)[0]:
+        if self._end is None and _has_message(self._connection):
             message = _receive(self._connection)
             self._end = Exit(message["exit"], message["peak_bytes"]) if message else _LOST
             self._connection.close()
         return self._end
+
+
+def _has_message(connection: socket.socket) -> bool:
+    # Not `select`, which takes descriptors below 1024 only, and a program may have more files open.
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def follow(connection: socket.socket) -> NoReturn:
@@ -236,7 +243,7 @@ def follow(connection: socket.socket) -> NoReturn:
     signal.signal(signal.SIGIO, lambda *_: None)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
-    while not select.select([connection], [], [], 0)[0]:
+    while not _has_message(connection):
         received = signal.sigwaitinfo({*FORWARDED, signal.SIGIO})
         if received.si_signo != signal.SIGIO:
             _pass_on(connection, received.si_signo, received.si_code == _SI_KERNEL)

@@ -27,7 +27,7 @@ from polyxla.plugin import (
 from polyxla_tools.warm.facts import take_state
 
 _FREE_DESCRIPTOR = 512
-"""From here on, descriptors are free; not from 1024, which `select` does not take."""
+"""From here on, descriptors are free."""
 
 
 def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path: Sequence[str]) -> None:
