@@ -204,6 +204,38 @@ def test_replicas_go_on_from_one_place(start_worker: Callable[..., Any]) -> None
     assert whole[0] == whole[1]
 
 
+def test_a_replica_that_has_an_array_that_failed_goes_on_with_the_others(
+    start_worker: Callable[..., Any],
+) -> None:
+    worker = start_worker("--memory-per-job", "0.01")
+    environ, large = variables(), ArrayType("uint8", (1 << 24,))
+
+    def run(ordinal: int, lease: Lease, loss: int | None) -> list[bytes]:
+        with closing(RemoteEngine(assignment(lease, worker.address, ordinal, 2), environ)) as engine:
+            training = Training(engine, ordinal)
+            if ordinal == 0:
+                too_large = engine.from_host(training.device, large, memoryview(bytes(1 << 24)))
+                failed = engine.copy(too_large, training.device)
+                engine.delete(too_large)
+            for number in range(40):
+                if ordinal == 0 and number == loss:
+                    kill(worker)
+                training.step()
+            results = training.results()
+            if ordinal == 0:
+                with pytest.raises(PjrtError):
+                    engine.to_host(failed).result(WAIT_S)
+            return results
+
+    def both(loss: int | None) -> list[list[bytes]]:
+        with closing(lease_of(worker.address, 2, environ)) as lease, ThreadPoolExecutor(2) as threads:
+            return [*threads.map(lambda ordinal: run(ordinal, lease, loss), range(2))]
+
+    whole = both(None)
+    worker.wait_until_free()
+    assert both(35) == whole
+
+
 @pytest.mark.slow
 def test_partitioned_programs_and_copies_go_on(start_worker: Callable[..., Any]) -> None:
     worker = start_worker()

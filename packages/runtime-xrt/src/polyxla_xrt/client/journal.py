@@ -46,7 +46,7 @@ class Snapshot:
         meetings: how many programs in which replicas meet come before it. Snapshots of all replicas with one
             number fit together: from there, each replica's part of every later program follows.
         position: index of the first command after it, counted from the first of the session.
-        arrays: for each array, the commands that upload it.
+        arrays: for each array, the commands that upload it; without those that could not be computed.
         done: completes when the snapshot is whole, or was given up.
     """
 
@@ -179,18 +179,12 @@ class Journal:
         del self._log[:count]
         self._forgotten += count
 
-    def give_up(self, snapshot: Snapshot | None = None) -> None:
-        """Give up the snapshot that is not whole; the next one comes in its turn.
-
-        Args:
-            snapshot: the one to give up; None for whichever it is.
-        """
+    def give_up(self) -> None:
+        """Give up the snapshot that is not whole, if there is one; the next one comes in its turn."""
         with self._lock:
-            pending = self._pending
-            if pending is None or snapshot not in (None, pending):
-                return
-            self._pending = None
-        pending.done.set_result(None)
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.done.set_result(None)
 
     def drop_program(self, number: int) -> None:
         """Forget a program that does not compile; without effect if the number is not a program's."""

@@ -588,13 +588,12 @@ class WorkerSession:
 
         def keep(_: BaseException | None) -> None:
             assert self.journal
-            # An array that its program failed to compute cannot be read, nor can a lost worker's.
-            if any(read.exception() for read in reads.values()):
-                self.journal.give_up(snapshot)
-                return
             for array, read in reads.items():
-                live = missing[array]
-                snapshot.arrays[array] = list(uploads(array, live.type, live.core, read.result()))
+                # An array that its program failed to compute cannot be read. A session that begins with this
+                # snapshot lacks it, and what uses it fails there, too.
+                if not read.exception():
+                    live = missing[array]
+                    snapshot.arrays[array] = list(uploads(array, live.type, live.core, read.result()))
             self.journal.finish(snapshot)
 
         when_all_are_done([*before, *reads.values()], keep)
