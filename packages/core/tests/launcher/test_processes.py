@@ -19,7 +19,7 @@ import pytest
 
 from polyxla import Replica, ReplicaLostError, UsageError
 from polyxla.contracts.job import ProcessMethod
-from polyxla.launcher import processes
+from polyxla.launcher import processes, start_methods
 from polyxla.launcher.launch import run_replica
 from polyxla.launcher.process_handle import Process
 from polyxla.launcher.processes import run_inline, run_processes
@@ -72,6 +72,16 @@ def test_a_replica_process_has_the_launching_processs_arguments(run_bare: Callab
         return sys.argv, sys.path, sys.stdin.read()
 
     assert run_bare(look) == [(sys.argv, sys.path, "")]
+
+
+def test_an_entry_of_the_path_that_is_no_string_is_harmless(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    # Only a new server is told the path.
+    monkeypatch.setattr(start_methods, "_servers", {})
+    assert run_bare(lambda replica: replica.ordinal, method=method) == [0]
+    start_methods._close_servers()
 
 
 def test_replicas_reach_a_manager_of_the_launching_process(

@@ -77,8 +77,10 @@ class LeaseHolder:
         refuse_resuming(plan.configuration, environ)
         ours, theirs = Pipe()
         self._pipe = ours
+        # Python ignores entries that are no strings, such as a Path.
+        path = [entry for entry in sys.path if isinstance(entry, str)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN.format(sys.path, __name__, theirs.fileno())],
+            [sys.executable, "-c", _MAIN.format(path, __name__, theirs.fileno())],
             env=dict(environ),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

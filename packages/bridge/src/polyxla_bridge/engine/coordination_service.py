@@ -54,8 +54,10 @@ class CoordinationService:
         with theirs:
             main = _MAIN.format(__name__)
             numbers = [str(number) for number in (theirs.fileno(), replicas, HEARTBEAT_TIMEOUT_S)]
+            # Python ignores entries that are no strings, such as a Path.
+            path = [entry for entry in sys.path if isinstance(entry, str)]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", main, json.dumps(sys.path), address, *numbers],
+                [sys.executable, "-c", main, json.dumps(path), address, *numbers],
                 pass_fds=[theirs.fileno()],
                 # The service may end after the job, and readers of the job's output must not wait for it.
                 stdin=subprocess.DEVNULL,

@@ -183,7 +183,9 @@ def _python(
 ) -> OwnProcess:
     main = _MAIN.format(module.__name__)
     # The path comes before any import: polyxla itself may be importable only by it.
-    arguments = [json.dumps(sys.path), json.dumps(descriptors), *more]
+    # Python ignores entries that are no strings, such as a Path.
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    arguments = [json.dumps(path), json.dumps(descriptors), *more]
     command = [sys.executable, *interpreter_options(), "-c", main, *arguments]
     # Without standard input: replicas that read it would take turns with the program for its lines.
     popen = subprocess.Popen(command, env=dict(environ), pass_fds=descriptors, stdin=subprocess.DEVNULL)

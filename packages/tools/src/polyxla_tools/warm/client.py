@@ -66,7 +66,7 @@ def fork_server(
     control: socket.socket, environ: Mapping[str, str], preload: Sequence[str]
 ) -> WarmProcess | None:
     """Return a fork of a warm process that serves `control`; None if none fits."""
-    found = _fork("fork_server", environ, control.fileno(), preload=list(preload), own_path=sys.path)
+    found = _fork("fork_server", environ, control.fileno(), preload=list(preload), own_path=_path())
     return WarmProcess(*found) if found else None
 
 
@@ -99,13 +99,18 @@ def ask(connection: socket.socket, request: Message) -> Message | None:
         return None
 
 
+def _path() -> list[str]:
+    # Python ignores entries that are no strings, such as a Path.
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
 def _request(kind: str, environ: Mapping[str, str], **more: Any) -> Message:
     return {
         "kind": kind,
         "environ": dict(environ),
         "surroundings": surroundings(),
         "state": own_state(),
-        "path": sys.path,
+        "path": _path(),
         "preload": [],
         "descriptors": _inheritable(),
         **more,
