@@ -163,14 +163,17 @@ def test_every_call_requires_the_exact_token(guarded: Any, tmp_path: Path, heade
     attach = pb.Commands(commands=[pb.Command(attach=pb.Attach(protocol=PROTOCOL))])
     with grpc.insecure_channel(guarded.address) as channel:
         stub, health = worker_pb2_grpc.WorkerStub(channel), HealthStub(channel)
-        calls: list[Callable[[], Any]] = [
-            lambda: stub.Status(pb.StatusRequest(), timeout=BOUND_S, metadata=metadata),
-            lambda: stub.Drain(pb.DrainRequest(), timeout=BOUND_S, metadata=metadata),
-            lambda: health.Check(HealthCheckRequest(), timeout=BOUND_S, metadata=metadata),
-            lambda: next(stub.Lease(pb.LeaseRequest(cores=1), timeout=BOUND_S, metadata=metadata)),
-            lambda: next(stub.Session(iter([attach]), timeout=BOUND_S, metadata=metadata)),
-        ]
-        for call in calls:
+        calls: dict[str, Callable[[], Any]] = {
+            "Status": lambda: stub.Status(pb.StatusRequest(), timeout=BOUND_S, metadata=metadata),
+            "Drain": lambda: stub.Drain(pb.DrainRequest(), timeout=BOUND_S, metadata=metadata),
+            "Lease": lambda: next(stub.Lease(pb.LeaseRequest(cores=1), timeout=BOUND_S, metadata=metadata)),
+            "Session": lambda: next(stub.Session(iter([attach]), timeout=BOUND_S, metadata=metadata)),
+            "Keep": lambda: stub.Keep(iter([pb.KeepRequest()]), timeout=BOUND_S, metadata=metadata),
+            "Recall": lambda: next(stub.Recall(pb.RecallRequest(), timeout=BOUND_S, metadata=metadata)),
+            "Check": lambda: health.Check(HealthCheckRequest(), timeout=BOUND_S, metadata=metadata),
+        }
+        assert calls.keys() == {*pb.DESCRIPTOR.services_by_name["Worker"].methods_by_name, "Check"}
+        for call in calls.values():
             with pytest.raises(grpc.RpcError) as caught:
                 call()
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -436,7 +439,7 @@ def test_calls_of_strangers_that_never_send_their_message_take_no_place(own: Own
         # A worker of two cores runs 66 calls at a time: these would occupy all of them.
         names = ("Status", "Lease", "Session", "Drain", "Nothing")
         methods = [channel.stream_unary(f"/polyxla.xrt.worker.Worker/{name}") for name in names]
-        calls = [method.future(never()) for _ in range(20) for method in methods]
+        calls = [method.future(never(), timeout=BOUND_S) for _ in range(20) for method in methods]
         lets_in(own.worker, own.user)
         refused = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert {call.code() for call in calls} <= refused
