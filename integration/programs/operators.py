@@ -165,12 +165,14 @@ def main(directory: Path, names: list[str]) -> None:
     """Compute the operators that have no file yet."""
     if ANY_SIZE in names:
         expansions = "polyxla_bridge.engine.expansions"
-        for module, least in (
+        for name, least in (
             ("convolution", "LEAST_WORK"),
-            ("product", "LEAST_WORK"),
+            ("arithmetic", "LEAST_WORK"),
             ("sums", "LEAST_SIZE"),
         ):
-            setattr(importlib.import_module(f"{expansions}.{module}"), least, 1)
+            module = importlib.import_module(f"{expansions}.{name}")
+            assert hasattr(module, least), f"{name}.{least}"
+            setattr(module, least, 1)
         names = [name for name in names if name != ANY_SIZE]
     # This import takes seconds, and the test that imports this module does not need it.
     from torch.testing._internal import common_methods_invocations
