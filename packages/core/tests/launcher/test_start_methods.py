@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from polyxla import Replica, ReplicaLostError
+from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import start_methods
 from polyxla.launcher.launch import run_replica
 from polyxla.launcher.processes import run_processes
@@ -167,6 +168,42 @@ def test_replicas_are_forked_for_a_process_with_many_open_files(run_bare: Callab
         start_methods._close_servers()
         start_methods._servers.clear()
         assert run_bare(lambda replica: replica.ordinal, size=2, method="forkserver") == [0, 1]
+
+
+def test_replicas_write_where_the_launching_process_writes_now(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path
+) -> None:
+    def write(replica: Replica) -> None:
+        os.write(1, b"output")
+        os.write(2, b"error")
+
+    run_bare(lambda _: None, method=method)
+    kept = [os.dup(number) for number in (1, 2)]
+    with (tmp_path / "output").open("w") as output, (tmp_path / "error").open("w") as error:
+        os.dup2(output.fileno(), 1)
+        os.dup2(error.fileno(), 2)
+    try:
+        run_bare(write, method=method)
+    finally:
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+    assert [(tmp_path / name).read_text() for name in ("output", "error")] == ["output", "error"]
+
+
+def test_replicas_are_forked_for_a_process_without_output(tmp_path: Path) -> None:
+    code = f"""
+import os, pathlib
+from polyxla.launcher.processes import run_processes
+from polyxla.plugin import Job, Setting
+os.close(1)
+job = Job(print, (), "none", (0,), dict(os.environ), Setting(None, "default"), main=lambda *_: "returned")
+found = run_processes(job, [0], [os.environ], method="forkserver")
+pathlib.Path({str(tmp_path / "found")!r}).write_text(found[0])
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+    assert (tmp_path / "found").read_text() == "returned"
 
 
 def test_an_idle_fork_server_ends() -> None:

@@ -3,9 +3,9 @@
 It has one thread, and nothing runs in it that would start another, since only the forking thread survives
 in a fork. It ends with the launching process, or when it has been idle for `IDLE_S`.
 
-The launching process sends a number and, with it, the descriptor of a pipe that the new process serves. The
-server answers with the number and the process id, and once more with exit code and peak memory in bytes when
-the process has ended. Each message is a JSON list.
+The launching process sends a number, and with it the descriptors of a pipe that the new process serves and
+of its standard output and error, whose numbers follow. The server answers with the number and the process id,
+and once more with exit code and peak memory in bytes when the process has ended. Each message is a JSON list.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import select
@@ -134,14 +135,16 @@ class _Server:
                 data = b""
                 # Reset: the launching process was killed before it read a report.
                 with contextlib.suppress(ConnectionResetError):
-                    data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 1)
+                    data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 3)
                 if not data:
                     return None
-                if pipe := self._fork(json.loads(data), Connection(descriptors[0])):
-                    return pipe
+                number, *outputs = json.loads(data)
+                pipe, *received = descriptors
+                if served := self._fork(number, Connection(pipe), dict(zip(outputs, received, strict=True))):
+                    return served
         return None
 
-    def _fork(self, number: int, pipe: Connection) -> Connection | None:
+    def _fork(self, number: int, pipe: Connection, outputs: dict[int, int]) -> Connection | None:
         pid = os.fork()
         if pid == 0:
             # The fork shares the server's socket, which its own signals must not wake.
@@ -152,9 +155,17 @@ class _Server:
             child.leave_interrupts_to_launcher()
             for inherited in self._inherited:
                 inherited.close()
+            for output, received in outputs.items():
+                os.dup2(received, output)
+                os.close(received)
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                # Python has chosen it by what the server's was.
+                sys.stdout.reconfigure(line_buffering=os.isatty(1))
             return pipe
         # Only the fork may hold the pipe, or it would not close with its process.
         pipe.close()
+        for received in outputs.values():
+            os.close(received)
         self._numbers[pid] = number
         # Reported at once: until then the launching process can signal this server only.
         self._report(number, pid)

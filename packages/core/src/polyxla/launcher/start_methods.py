@@ -94,9 +94,12 @@ class ForkServer:
     def fork(self, end: Connection) -> ForkedProcess:
         """Request a process that serves the pipe whose child end is `end`."""
         number = next(self._numbers)
+        # This process may have redirected its output since the server started.
+        outputs = [output for output in (1, 2) if _is_inherited(output)]
         # A server that has ended is noticed when the process is waited for.
         with contextlib.suppress(OSError):
-            socket.send_fds(self._control, [json.dumps(number).encode()], [end.fileno()])
+            request = json.dumps([number, *outputs]).encode()
+            socket.send_fds(self._control, [request], [end.fileno(), *outputs])
         return ForkedProcess(self, number)
 
     def read(self) -> None:
@@ -120,6 +123,14 @@ class ForkServer:
             self.process.signal(signal.SIGTERM)
         self.leave()
         self.process.wait(time.monotonic() + CLOSE_S)
+
+
+def _is_inherited(descriptor: int) -> bool:
+    # The number of a closed output may have become that of another file, which no process inherits.
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:
+        return False
 
 
 _servers: dict[tuple[str, ...], ForkServer] = {}
