@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,49 @@ def test_what_a_holder_has_beside_its_names_is_neither_kept_nor_told(
     os.kill(worker.serving_pid, signal.SIGKILL)
     wait_until(lambda: worker.status()["kept"], "the kept file")
     assert worker.process.poll() is None
+
+
+class SlowWorker(worker_pb2_grpc.WorkerServicer):
+    """A worker at the other end of a slow link; it takes a limited number of messages."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def Keep(self, requests: Iterator[pb.KeepRequest], context: Any) -> pb.KeepReply:  # noqa: N802
+        for _ in itertools.islice(requests, self.limit):
+            time.sleep(0.25)
+        while self.limit < 100 and context.is_active():
+            time.sleep(0.1)
+        return pb.KeepReply()
+
+
+@pytest.fixture
+def keep_slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Return a function that keeps 20 MiB on a worker that takes a limited number of messages."""
+    monkeypatch.setattr("polyxla_xrt.keeping.KEEP_S", 2.5)
+    monkeypatch.setenv(env.POLYXLA_XRT_JOB, "mine")
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    assignment = Assignment(f"127.0.0.1:{port}", "1" * 32, (0,), "TPU", 0, 1, 0, 1)
+    monkeypatch.setattr(own_assignment._own, "assignment", assignment)
+
+    def begin(limit: int) -> None:
+        worker_pb2_grpc.add_WorkerServicer_to_server(SlowWorker(limit), server)
+        server.start()
+        keep("large", torch.zeros(5 << 20))
+
+    yield begin
+    server.stop(None).wait(SOON_S)
+
+
+@pytest.mark.slow
+def test_a_transfer_may_take_as_long_as_it_goes_on(keep_slowly: Callable[[int], None]) -> None:
+    keep_slowly(100)
+
+
+def test_a_transfer_that_does_not_go_on_is_an_error(keep_slowly: Callable[[int], None]) -> None:
+    with pytest.raises(WorkerError, match=r"the worker at .* has taken nothing of 'large' for 2\.5 s"):
+        keep_slowly(2)
 
 
 def test_a_key_that_no_job_has_reads_nothing(

@@ -5,6 +5,7 @@ Light: torch is imported when something is kept.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import time
@@ -17,7 +18,7 @@ from polyxla_xrt import env
 from polyxla_xrt.config.assignment import Assignment, read_assignment
 from polyxla_xrt.config.resuming import read_resuming
 from polyxla_xrt.config.variables import find
-from polyxla_xrt.errors import WorkerConnectError
+from polyxla_xrt.errors import WorkerConnectError, WorkerError
 from polyxla_xrt.own_assignment import leased
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 Asked = TypeVar("Asked")
 
 KEEP_S = 30.0
-"""Longest wait for the worker in addition to the time of the transfer, in seconds."""
-SLOWEST_BYTES_PER_S = 10e6
+"""Longest wait for the worker to take the next chunk, or to answer, in seconds."""
 
 
 def keep(name: str, value: Any) -> None:
@@ -44,11 +44,12 @@ def keep(name: str, value: Any) -> None:
 
     Raises:
         UsageError: the job has no name, or the worker keeps nothing.
-        WorkerError: the worker has no room for it, or is gone.
+        WorkerError: the worker has no room for it, is gone, or takes nothing for 30 s.
     """
     assignment, environ = _assigned()
     if assignment.ordinal:
         return
+    import grpc
     import torch
     from torch.utils import _pytree as pytree
 
@@ -60,13 +61,32 @@ def keep(name: str, value: Any) -> None:
     torch.save(on_host, file := io.BytesIO())
     data = file.getbuffer()
 
+    taken = time.monotonic()
+
     def requests() -> Iterator[pb.KeepRequest]:
+        nonlocal taken
         yield pb.KeepRequest(protocol=PROTOCOL, job=assignment.job, name=name, size=len(data))
         for chunk, _ in chunks(data):
+            # gRPC comes for the next chunk when the network has taken the one before.
+            taken = time.monotonic()
             yield pb.KeepRequest(data=bytes(chunk))
 
-    limit_s = KEEP_S + len(data) / SLOWEST_BYTES_PER_S
-    _ask(assignment, environ, lambda channel: channel.call("Keep", requests(), timeout=limit_s))
+    def send(channel: WorkerChannel) -> None:
+        nonlocal taken
+        taken = time.monotonic()
+        call = channel.begin("Keep", requests())
+        while (left := taken + KEEP_S - time.monotonic()) > 0:
+            with contextlib.suppress(grpc.FutureTimeoutError):
+                call.result(left)
+                return
+        call.cancel()
+        raise WorkerError(
+            f"{channel.where} has taken nothing of {name!r} for {KEEP_S:g} s",
+            where=channel.address,
+            fix="Check the network to it, and see the worker's log.",
+        )
+
+    _ask(assignment, environ, send)
 
 
 def kept(name: str) -> Any:

@@ -76,6 +76,15 @@ class WorkerChannel:
         """
         return getattr(self.stub, name)(request, metadata=self._metadata, **options)
 
+    def begin(self, name: str, request: Any) -> Any:
+        """Begin one of the worker's calls with one answer, with the token; return its future.
+
+        Args:
+            name: the method's name.
+            request: its request.
+        """
+        return getattr(self.stub, name).future(request, metadata=self._metadata)
+
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         # The token of a worker that makes its own is read at each call, because the worker may have been
