@@ -375,6 +375,21 @@ class TestRun:
         assert variables == ["TOY_VISIBLE=0", "POLYXLA_RUNTIME=toy", "POLYXLA_DEVICES=[0]"]
         assert command == f"{sys.executable} -m polyxla.cli.script script.py --lr 1"
 
+    def test_the_secret_reaches_the_script_and_is_not_printed(
+        self, install_plugin: PluginInstaller, tmp_path: Path
+    ) -> None:
+        code = _toy_runtime("TOY").replace("return {f", "return {'POLYXLA_SECRET': 'known to few', f")
+        install_plugin("secret", code)
+        (tmp_path / "script.py").write_text("import os; print(os.environ['POLYXLA_SECRET'])")
+        choice = ("--runtime", "secret")
+        for options in [("--dry-run",), ("--dry-run", "--json")]:
+            printed = _invoke("run", *choice, *options, "script.py").stdout
+            assert "(hidden)" in printed
+            assert "known" not in printed
+        done = _polyxla("run", *choice, "--json", "script.py")
+        assert done.stdout == "known to few\n"
+        assert json.loads(done.stderr)["environment"]["POLYXLA_SECRET"] == "(hidden)"
+
     def test_the_script_runs_with_the_choice_and_its_own_arguments(self, tmp_path: Path) -> None:
         (tmp_path / "script.py").write_text((PROGRAMS / "environment_script.py").read_text())
         done = _polyxla("run", "--devices", "[3]", "script.py", "--devices", "7", "--json")

@@ -354,7 +354,10 @@ def run(
             # The program's process has no options, only its environment.
             plan.variables[EMULATE] = emulate
     if dry_run:
-        lines = [*(f"{name}={value}" for name, value in plan.variables.items()), " ".join(plan.command)]
+        lines = [
+            *(f"{name}={value}" for name, value in plan.shown_variables().items()),
+            " ".join(plan.command),
+        ]
         print_json(plan.as_json()) if as_json else typer.echo("\n".join(lines))
         return
     # Standard output belongs to the program.

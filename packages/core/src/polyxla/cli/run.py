@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from polyxla import env
 from polyxla.cli import script
+from polyxla.cli.variables import shown
 from polyxla.console import end_interrupted
 from polyxla.contracts.job import Job, ReplicaResult
 from polyxla.env import LaunchSettings, Setting
@@ -51,11 +52,15 @@ class RunPlan:
         """Return the program's environment; `environ` is this process's."""
         return {**environ, **self.variables, env.POLYXLA_RUN: json.dumps(self.origins)}
 
+    def shown_variables(self) -> dict[str, str]:
+        """Return the variables as they are printed: without the secret of several hosts."""
+        return {name: shown(name, value) for name, value in self.variables.items()}
+
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible values, for ``--json``."""
         chosen = self.selection
         why = {"runtime": chosen.runtime, "reason": chosen.reason, "warnings": list(chosen.warnings)}
-        where = {"devices": list(self.devices), "each": self.each, "environment": dict(self.variables)}
+        where = {"devices": list(self.devices), "each": self.each, "environment": self.shown_variables()}
         return {**why, **where, "command": list(self.command)}
 
 

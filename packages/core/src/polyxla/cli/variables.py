@@ -55,10 +55,12 @@ def _to_be_set(environ: Mapping[str, str], settings: LaunchSettings) -> list[dic
     return [_row(name, Setting(value, origin), "replicas") for name, value in sorted(wanted.items())]
 
 
+def shown(name: str, value: str) -> str:
+    """Return a variable's value as commands print it, whose output is pasted into bug reports."""
+    return "(hidden)" if name == env.POLYXLA_SECRET else value
+
+
 def _row(name: str, setting: Setting, reader: str) -> dict[str, Any]:
-    value = setting.value
-    # The listing is made to be pasted into bug reports.
-    if name == env.POLYXLA_SECRET and value is not None:
-        value = "(hidden)"
+    value = None if setting.value is None else shown(name, str(setting.value))
     origin = "environment" if setting.origin == f"{name}={setting.value}" else setting.origin
-    return {"name": name, "value": None if value is None else str(value), "origin": origin, "reader": reader}
+    return {"name": name, "value": value, "origin": origin, "reader": reader}
