@@ -106,6 +106,7 @@ def test_a_failing_replica_is_named_and_ends_the_others(way: str, code: int, tex
     assert done.returncode == code
     assert all(part in done.stderr for part in text.split("*")), done.stderr
     assert "processes.py" not in done.stderr, "the launching process's own traceback is not printed"
+    assert done.stderr.count("ValueError: the reason") == (way == "raise"), "nor its copy of the error"
 
 
 BOTH_FINALLY = ["0-finally", "1-finally"]

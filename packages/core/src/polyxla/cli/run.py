@@ -182,6 +182,8 @@ def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
         signal.signal(request.number, signal.SIG_DFL)
         signal.raise_signal(request.number)
     except Exception as error:
+        # typer has replaced it, and would print this process's traceback above the replica's.
+        sys.excepthook = sys.__excepthook__
         script.fail(error)
     sys.exit(0)
 
