@@ -189,7 +189,7 @@ def test_length_buckets_give_batches_of_their_lengths(answers: Answers) -> None:
 @pytest.mark.torch_xla("one program for each step")
 def test_length_buckets_compile_one_program_for_each_bucket(answers: Answers) -> None:
     for answer in answers:
-        assert answer["bucketed"]["compiles"] <= 3
+        assert 0 < answer["bucketed"]["compiles"] <= 3
 
 
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:

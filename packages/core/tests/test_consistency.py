@@ -81,9 +81,13 @@ def test_a_step_without_setup_warns_if_replicas_differ(capsys: pytest.CaptureFix
 
 def test_an_optimizer_made_before_holds_the_moved_parameters() -> None:
     def train(replica: Replica) -> Any:
+        # Where a move makes new parameters, as it does on a TPU.
+        replica.device = torch.device("meta")
         module = _Net(1.0)
+        old = module.layer.weight
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
         replica.setup(module, optimizer)
+        assert module.layer.weight is not old
         held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         return held == [id(parameter) for parameter in module.parameters()]
 

@@ -40,20 +40,6 @@ def start(cancelled: threading.Event) -> Iterator[Start]:
         watchdog.close()
 
 
-def test_a_stalled_wait_is_reported_and_then_ended(
-    start: Start, cancelled: threading.Event, capsys: pytest.CaptureFixture[str]
-) -> None:
-    watchdog = start(0.8)
-    watchdog.begin()
-    assert cancelled.wait(LONG_S)
-    assert isinstance(watchdog.error, StalledError)
-    assert str(watchdog.error) == (
-        "no batch arrived in 0.8 s: the loader is at data.py:7. POLYXLA_INPUT_TIMEOUT_S sets the limit."
-    )
-    line = r"polyxla: no batch for \d s: the loader is at data\.py:7\. After 0\.8 s this is an error \(.*\)\n"
-    assert re.fullmatch(line, capsys.readouterr().err)
-
-
 class _Clock:
     """A clock that a test sets, and that knows how often it was read."""
 
@@ -74,15 +60,34 @@ class _Clock:
             time.sleep(0.001)
 
 
-def test_by_default_a_wait_is_reported_after_a_minute_and_is_an_error_after_half_an_hour(
-    start: Start,
-    cancelled: threading.Event,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     clock = _Clock()
     monkeypatch.setattr(input_watchdog, "time", SimpleNamespace(monotonic=clock.monotonic))
     monkeypatch.setattr(input_watchdog, "TICK_S", 0.001)
+    return clock
+
+
+def test_a_stalled_wait_is_reported_and_then_ended(
+    start: Start, cancelled: threading.Event, clock: _Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watchdog = start(0.8)
+    watchdog.begin()
+    clock.advance(0.5)
+    line = r"polyxla: no batch for \d s: the loader is at data\.py:7\. After 0\.8 s this is an error \(.*\)\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    assert not cancelled.is_set()
+    clock.now = 0.9
+    assert cancelled.wait(LONG_S)
+    assert isinstance(watchdog.error, StalledError)
+    assert str(watchdog.error) == (
+        "no batch arrived in 0.8 s: the loader is at data.py:7. POLYXLA_INPUT_TIMEOUT_S sets the limit."
+    )
+
+
+def test_by_default_a_wait_is_reported_after_a_minute_and_is_an_error_after_half_an_hour(
+    start: Start, cancelled: threading.Event, clock: _Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     watchdog = start(env.timeout_s({}, env.POLYXLA_INPUT_TIMEOUT_S))
     watchdog.begin()
     clock.advance(59.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._lazy.ts_backend
 
 from polyxla import UsageError
 from polyxla.replica.module_move import check_initialized, move_module
@@ -50,15 +51,31 @@ def test_tied_parameters_and_buffers_stay_tied(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
-def test_tied_parameters_train_as_one_after_the_move() -> None:
+@pytest.fixture(scope="module")
+def lazy() -> torch.device:
+    """A device where a move makes new tensors, which have values: torch's own, on the CPU."""
+    torch._lazy.ts_backend.init()
+    return torch.device("lazy")
+
+
+def test_tied_parameters_train_as_one_after_the_move(lazy: torch.device) -> None:
     module = _Tied()
-    move_module(module, CPU)
+    move_module(module, lazy)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    module.out(torch.ones(3)).sum().backward()
-    before = module.embed.weight.detach().clone()
+    module.out(torch.ones(3, device=lazy)).sum().backward()
+    before = module.embed.weight.detach().cpu().clone()
     optimizer.step()
-    assert torch.equal(module.embed.weight, before - 1)
-    assert torch.equal(module.out.weight, module.embed.weight)
+    assert torch.equal(module.embed.weight.cpu(), before - 1)
+    assert torch.equal(module.out.weight.cpu(), module.embed.weight.cpu())
+
+
+def test_an_optimizer_holds_the_moved_parameters() -> None:
+    module = _Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    move_module(module, META, [optimizer])
+    (group,) = optimizer.param_groups
+    assert [*map(id, group["params"])] == [*map(id, module.parameters())]
+    assert {parameter.device for parameter in group["params"]} == {META}
 
 
 class _Hooked(torch.nn.Module):

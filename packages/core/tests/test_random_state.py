@@ -12,6 +12,7 @@ import torch
 
 import polyxla
 from polyxla import Replica, launch
+from polyxla.contracts.replication import World
 from polyxla.replica import random_state
 from polyxla_testing import PluginInstaller
 
@@ -89,8 +90,27 @@ def test_seeding_a_replica_seeds_its_device() -> None:
     assert drawn[1] != 9
 
 
-def test_replicas_that_share_a_process_seed_it_once() -> None:
-    assert sum(_everywhere(lambda replica: replica.world.owns_process)) == 1
+def test_replicas_that_share_a_process_seed_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(random_state, "seed_everything", seeds.append)
+    _everywhere(lambda replica: replica.seed_everything(9))
+    assert len(seeds) == 1
+
+
+def test_each_process_has_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(random_state, "seed_everything", seeds.append)
+
+    def seed(replica: Replica) -> None:
+        for ordinal in (0, 1, 0):
+            # As in processes of one replica each.
+            world = World(world_size=2, process_count=2, ordinal=ordinal, process_index=ordinal)
+            replica.world = replica.data_world = world
+            replica.seed_everything(9)
+
+    _everywhere(seed, 1)
+    first, other, again = seeds
+    assert first == again != other
 
 
 def test_random_numbers_resume_from_a_state() -> None:

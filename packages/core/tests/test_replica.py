@@ -50,14 +50,20 @@ def test_printing_takes_all_of_prints_arguments(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "flushed\n"
 
 
-def test_a_replica_forwards_to_the_runtime() -> None:
+def test_a_replica_forwards_to_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+
     def reach(replica: Replica) -> tuple[str, bool]:
+        before = replica.rng_state()["device"]
         replica.seed_device(1)
+        assert replica.rng_state()["device"] != before
+        monkeypatch.setattr(replica._replication, "sync", waits.append)
         replica.sync(wait=True)
         moved = replica.to_device({"x": [torch.ones(1)], "name": "kept"})
         return replica.report(), moved == {"x": [torch.ones(1)], "name": "kept"}
 
     assert _everywhere(reach, 1) == [("fake runtime: replica 0 of 1", True)]
+    assert waits == [True]
 
 
 BATCHES = [torch.tensor([float(index)]) for index in range(8)]
@@ -163,3 +169,4 @@ def test_a_loaders_error_reaches_the_loop_after_the_batches_before_it() -> None:
 
     with pytest.raises(OSError, match="record 2 is broken"):
         _everywhere(read, 1)
+    assert seen == [0.0, 1.0]

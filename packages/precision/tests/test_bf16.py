@@ -105,9 +105,12 @@ def test_true_loses_small_updates_as_its_description_says() -> None:
 
 @pytest.mark.parametrize(("beta2", "shrinks"), [(0.999, False), (0.95, True)])
 def test_true_keeps_adamws_second_moment_from_shrinking(beta2: float, shrinks: bool) -> None:
-    weight = nn.Parameter(torch.ones(100, dtype=BF16))
+    module = nn.Linear(100, 1, bias=False)
+    nn.init.ones_(module.weight)
+    BF16True().convert_module(module)
+    weight = module.weight
     optimizer = torch.optim.AdamW([weight], betas=(0.9, beta2))
-    weight.grad = torch.linspace(0.1, 2, 100).to(BF16)
+    weight.grad = torch.linspace(0.1, 2, 100).to(BF16)[None]
     optimizer.step()
     before = optimizer.state[weight]["exp_avg_sq"].clone()
     assert before.dtype == BF16

@@ -262,6 +262,13 @@ def _change(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
+def test_the_fingerprint_tells_checkpoints_apart(copied: Path, saved_by_four: Path, tmp_path: Path) -> None:
+    assert re.fullmatch("[0-9a-f]{8}", fingerprint(copied))
+    assert fingerprint(copied) == fingerprint(saved_by_four)
+    _run("save_once", 2, tmp_path / "by_two.shards")
+    assert fingerprint(tmp_path / "by_two.shards") != fingerprint(copied)
+
+
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -289,8 +296,6 @@ def _change(path: Path, offset: int) -> None:
     ids=["missing", "short", "another", "changed", "manifest"],
 )
 def test_damage_is_named(damage: Any, text: str, copied: Path) -> None:
-    before = fingerprint(copied)
-    assert re.fullmatch("[0-9a-f]{8}", before)
     damage(copied / "shard-00002.safetensors")
     with pytest.raises(DamagedCheckpointError, match=text):
         load(copied)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyxla.plugin import Counters, Counts
+from polyxla.plugin import Counters, Counts, location
 from polyxla_training.observe.tracer import WITH_BACKWARD, Tracer, flops
 
 
@@ -133,11 +133,12 @@ def test_a_batch_that_a_tpu_pads_is_found_with_its_line(call: Any, percentage: i
         tracer.start()
         call()
         tracer.stop()
-        found = {finding.describe(count).partition(": ")[2] for finding, count in tracer.found.items()}
+        found = {finding.describe(count) for finding, count in tracer.found.items()}
         rows = call().shape[0] if percentage else 0
         expected = (
-            f"a product of {rows} row{'s' * (rows > 1)}, which a TPU pads to a multiple of 8: {percentage}% "
-            "of the work of the step's products is padding; give each replica a larger batch"
+            f"{location(call.__code__)}: a product of {rows} row{'s' * (rows > 1)}, "
+            f"which a TPU pads to a multiple of 8: {percentage}% of the work of the step's products is "
+            "padding; give each replica a larger batch"
         )
         assert found == ({expected} if on_tpu and percentage else set())
 

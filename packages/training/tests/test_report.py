@@ -122,11 +122,15 @@ def test_the_next_run_is_appended_even_after_a_torn_line(tmp_path: Path) -> None
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == len(EVENTS) + 2
 
 
-@pytest.mark.parametrize("content", [None, "", '{"event": "step"}\n', "no json\n"])
-def test_a_directory_without_a_run_is_an_error(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "run.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=r"run"):
+@pytest.mark.parametrize("content", ["", '{"event": "step"}\n', "no json\n"])
+def test_a_file_without_a_run_is_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=r"^the file contains no run"):
+        read_run(tmp_path)
+
+
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^there is no run\.jsonl"):
         read_run(tmp_path)
 
 

@@ -207,11 +207,22 @@ def test_a_process_that_ignores_sigterm_is_killed(
         wait_for_files(tmp_path / "pid")
         raise ZeroDivisionError
 
+    sent: list[tuple[int, signal.Signals]] = []
+    send = Process.signal
+
+    def recorded(process: Process, number: signal.Signals) -> None:
+        sent.append((process.pid, number))
+        send(process, number)
+
+    monkeypatch.setattr(Process, "signal", recorded)
     monkeypatch.setattr(processes, "STOP_GRACE_S", 0.1)
     with pytest.raises(ZeroDivisionError):
         run_bare(ignore_or_fail, size=2, method=method)
+    pid = int((tmp_path / "pid").read_text())
+    # Without the signal, it would end by itself, because its pipe is closed.
+    assert (pid, signal.SIGKILL) in sent
     # On a busy machine, it ends after that grace.
-    wait_for_end_of([int((tmp_path / "pid").read_text())])
+    wait_for_end_of([pid])
 
 
 def test_the_first_process_which_serves_the_others_is_ended_last(

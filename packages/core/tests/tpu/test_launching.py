@@ -45,7 +45,8 @@ def test_a_process_has_its_share_unless_the_user_has_chosen(
     assert torch.get_num_threads() == (threads if processes > 1 else CORES + 1)
 
 
-def test_a_lower_number_that_the_program_has_set_stays() -> None:
+def test_a_lower_number_that_the_program_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     torch.set_num_threads(1)
     share_cores(plan_of(2), {})
     assert torch.get_num_threads() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -116,9 +117,11 @@ def client(server: Server) -> MetadataClient:
 
 
 @pytest.fixture
-def closed_port() -> str:
-    with Server() as briefly:
-        return briefly.host
+def closed_port() -> Iterator[str]:
+    # A port that is taken, so that nobody else listens at it, refuses connections.
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 def test_an_attribute_is_the_text_of_the_answer(client: MetadataClient, server: Server) -> None:

@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -211,20 +210,20 @@ def run(printed: Path, environ: dict[str, str], task: str, count: int, *argument
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as own:
-        pids = []
-        for rank in range(count):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    _replica(rank, count, own, task, arguments)
-                    code = 0
-                except BaseException:
-                    sys.excepthook(*sys.exc_info())
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            pids.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    pids = []
+    for rank in range(count):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                # The caller removes this directory, also if all of this group are killed.
+                _replica(rank, count, str(printed.parent), task, arguments)
+                code = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     sys.exit(max(codes))
