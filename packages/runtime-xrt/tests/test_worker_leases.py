@@ -13,6 +13,7 @@ import pytest
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.server.worker import leases
 from polyxla_xrt.server.worker.leased_job import LeasedJob
 from polyxla_xrt.server.worker.leases import ClosedError, DrainingError, HeldError, Leases, QueueFullError
@@ -209,7 +210,27 @@ def test_a_memory_budget_names_its_job_and_counts_returned_memory() -> None:
 
 def test_a_job_keeps_its_first_reason_and_cannot_close_without_an_engine() -> None:
     ended = job()
+    with pytest.raises(PjrtError, match="there are no cores"):
+        ended.attach(0, [0], Outbox(), SOON_S)
     ended.end(ENDED)
     ended.end(PjrtError(Code.INTERNAL, "later"))
     assert ended.why == pb.Failure(code=Code.ABORTED, message="it is over")
     assert not ended.close()
+
+
+def test_a_job_that_ends_before_the_cores_are_open_starts_no_engine() -> None:
+    opened, started = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        assert opened.wait(SOON_S)
+
+    def start() -> Any:
+        started.set()
+
+    ended = LeasedJob(pb.Holder(), 2, "", 100, start, 3.0, "key", wait_until_open=wait)
+    # The cores go to the next job, which waits until they are open.
+    assert ended.close()
+    opened.set()
+    with pytest.raises(PjrtError, match="the job's launcher has gone"):
+        ended._engine.result(SOON_S)
+    assert not started.is_set()

@@ -53,10 +53,11 @@ class LeasedJob:
         cores: number of this worker's cores that it holds.
         coordinator: ``host:port`` of the coordinator of its replicas.
         memory_limit_bytes: limit of its arrays.
-        make_engine: starts its engine; called at once, on a thread.
+        make_engine: starts its engine; called on a thread.
         close_s: longest wait for the engine to finish what the job left behind, in seconds; after that, it is
             given up.
         key: secret that only the job's own processes know.
+        wait_until_open: blocks until the engine can be started; called at once, on the same thread.
         is_resumable: whether its processes begin again, on the worker that it has then, when it ends with
             status UNAVAILABLE.
         owner: a secret of its owner, for what its jobs keep; empty for a job that keeps nothing.
@@ -80,6 +81,7 @@ class LeasedJob:
         close_s: float,
         key: str,
         *,
+        wait_until_open: Callable[[], None] = lambda: None,
         is_resumable: bool = False,
         owner: str = "",
     ) -> None:
@@ -94,16 +96,25 @@ class LeasedJob:
         self._close_s = close_s
         self._why: pb.Failure | None = None
         self._engine: Future[Engine] = Future()
+        self._is_starting = False
         self._processes: set[AttachedProcess] = set()
-        # The lock guards `_processes` and the transition to the end (`_why`, `ended`). No thread holds it
-        # while it waits.
+        # The lock guards `_processes`, `_is_starting` and the transition to the end (`_why`, `ended`). No
+        # thread holds it while it waits.
         self._lock = threading.Lock()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="polyxla-compile")
-        threading.Thread(target=self._start, args=(make_engine,), name="polyxla-start", daemon=True).start()
+        start = (wait_until_open, make_engine)
+        threading.Thread(target=self._start, args=start, name="polyxla-start", daemon=True).start()
 
-    def _start(self, make_engine: Callable[[], Engine]) -> None:
+    def _start(self, wait_until_open: Callable[[], None], make_engine: Callable[[], Engine]) -> None:
         try:
-            self._engine.set_result(make_engine())
+            # The job has its cores before they are open, so it may end before, too.
+            wait_until_open()
+            with self._lock:
+                self._is_starting = not self.ended.is_set()
+            if self._is_starting:
+                self._engine.set_result(make_engine())
+            else:
+                self._engine.set_exception(PjrtError(self.why.code, self.why.message))
         except Exception as error:
             # Each process that attaches gets the error: there is no caller on this thread to raise it to.
             self._engine.set_exception(error)
@@ -271,6 +282,9 @@ class LeasedJob:
                 process.session.close()
         # A compilation cannot be interrupted, and the next job must not wait for its end.
         self._compilers.shutdown(wait=False, cancel_futures=True)
+        if not self._is_starting:
+            # The cores are still being opened, for the next job: this one will start no engine any more.
+            return True
         try:
             # The engine may still be starting. If it does not come in time, it cannot be closed either.
             engine = self._engine.result(self._close_s)

@@ -344,6 +344,7 @@ class WorkerServicer(LeasingServicer[LeasedJob]):
             lambda: self._engines.start(request, coordinator, lambda text: job.end(_stalled(text))),
             self._engines.close_s,
             request.job,
+            wait_until_open=self._engines.wait_until_open,
             is_resumable=request.resumable,
             owner=request.owner,
         )

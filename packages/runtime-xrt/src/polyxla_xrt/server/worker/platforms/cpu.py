@@ -40,6 +40,9 @@ class CpuEngines:
         """Accept every request: a job may also have cores of other workers."""
         return None
 
+    def wait_until_open(self) -> None:
+        """Do nothing: CPU cores are always open."""
+
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
         """Start jaxlib's clients, one for each core of the job."""
         from polyxla_bridge.engine import stall_watchdog

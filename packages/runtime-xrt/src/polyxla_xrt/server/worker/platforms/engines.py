@@ -47,6 +47,9 @@ class JobEngines(Protocol):
     def refusal(self, request: pb.LeaseRequest) -> str | None:
         """Return why a job cannot have the cores; None if it can."""
 
+    def wait_until_open(self) -> None:
+        """Wait until an engine can be started; opening the cores has its own deadline."""
+
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
         """Start the engine of a job.
 

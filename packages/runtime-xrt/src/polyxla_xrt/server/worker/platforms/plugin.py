@@ -71,6 +71,9 @@ class PluginEngines:
         memory = sum(limits) if all(limits) else memory_accounting.machine_bytes()
         self.served = Served(len(found), library.platform or f"{self._client.platform} (plugin)", memory)
 
+    def wait_until_open(self) -> None:
+        """Do nothing: the plugin was opened with this object."""
+
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
         """Start an engine on the first devices; what it makes there ends with it."""
         return PjrtEngine(self._settings(request, on_stall), self._client.share(request.cores))
@@ -150,7 +153,10 @@ class ReopenedEngines:
         else:
             opened.result().lost.add_done_callback(lambda lost: self.lost.set_result(lost.result()))
 
+    def wait_until_open(self) -> None:
+        """Wait until the plugin has been opened."""
+        self._opened.result()
+
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
-        """Start the engine of a job once the cores are open; opening them has its own deadline."""
-        # The job waits on its own thread, so the lease is granted before the devices are open.
+        """Start the engine of a job on the open cores."""
         return self._opened.result().start(request, coordinator, on_stall)
