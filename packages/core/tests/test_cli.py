@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -403,6 +404,23 @@ class TestRun:
             command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
         assert (done.stdout, done.stderr) == ("1 error\n", "")
+
+    def test_a_script_in_the_background_of_a_shell_script_ignores_ctrl_c(self, tmp_path: Path) -> None:
+        (tmp_path / "script.py").write_text("import signal; print(signal.getsignal(signal.SIGINT))")
+        # What a shell does to a command with `&`, unless it has job control.
+        command = [
+            "sh",
+            "-c",
+            'trap "" INT; exec "$@"',
+            "sh",
+            sys.executable,
+            "-m",
+            "polyxla",
+            "run",
+            "script.py",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        assert (done.stdout, done.stderr) == (f"{signal.SIG_IGN}\n", "")
 
     def test_the_script_keeps_the_commands_process_id(self, tmp_path: Path) -> None:
         (tmp_path / "script.py").write_text("import os; print(os.getpid())")

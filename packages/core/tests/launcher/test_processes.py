@@ -27,6 +27,7 @@ from polyxla.plugin import Job, Setting, env
 from polyxla_testing.processes import (
     WAIT_S,
     is_alive,
+    printed_by,
     wait_for_end_of,
     wait_for_files,
 )
@@ -81,6 +82,29 @@ def test_an_entry_of_the_path_that_is_no_string_is_harmless(
     # Only a new server is told the path.
     monkeypatch.setattr(start_methods, "_servers", {})
     assert run_bare(lambda replica: replica.ordinal, method=method) == [0]
+    start_methods._close_servers()
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler], ids=["ignored", "usual"])
+def test_programs_that_replicas_start_take_ctrl_c_as_those_of_the_launching_process(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod, handler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: Replica) -> tuple[str, str]:
+        code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+        (read, write), pid = os.pipe(), os.fork()
+        if pid == 0:
+            os.write(write, str(signal.getsignal(signal.SIGINT) is signal.SIG_IGN).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return printed_by(code).strip(), os.read(read, 9).decode()
+
+    monkeypatch.setattr(start_methods, "_servers", {})
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        is_ignored = str(handler is signal.SIG_IGN)
+        assert run_bare(start, method=method) == [(is_ignored, is_ignored)]
+    finally:
+        signal.signal(signal.SIGINT, before)
     start_methods._close_servers()
 
 

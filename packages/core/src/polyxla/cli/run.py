@@ -191,7 +191,8 @@ def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
 def _pass_on_signals() -> None:
     """Let the launch end by an exception at Ctrl-C, and when the command is to end, as its program would."""
     # The handler of the whole command ends it at once, and the replicas could not run their `finally` blocks.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         # nohup makes a program ignore SIGHUP.
         if signal.getsignal(number) is signal.SIG_DFL:

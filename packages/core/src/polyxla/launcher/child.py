@@ -51,13 +51,14 @@ def leave_interrupts_to_launcher() -> None:
     """Make Ctrl-C, which a terminal sends to every process of the group, do nothing in this one.
 
     The launching process decides, and passes it on. Processes that the replica starts are interrupted as
-    usual.
+    usual, unless the launching process ignores Ctrl-C.
     """
-    # Use a handler: SIG_IGN would be inherited by the programs that a replica starts.
-    signal.signal(signal.SIGINT, _take_interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        # Use a handler: SIG_IGN would be inherited by the programs that a replica starts.
+        signal.signal(signal.SIGINT, _take_interrupt)
+        # Loaders' workers are forks.
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # Loaders' workers are forks.
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
 
 
 def _take_interrupt(*_: object) -> None:

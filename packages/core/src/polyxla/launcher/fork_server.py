@@ -38,9 +38,7 @@ def main() -> None:
     """Serve the socket whose descriptor is the second argument."""
     (number,) = json.loads(sys.argv[2])
     control = socket.socket(fileno=number)
-    # A terminal's Ctrl-C reaches every process of the group; the launching process ends the replicas.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    leave_interrupts()
     # What imports set in the environment belongs to every fork, whose environment replaces this one.
     before = env.snapshot()
     # Nothing that is imported is garbage, and what the collector touches later would be copied in each fork.
@@ -52,6 +50,14 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     serve(control, functools.partial(merged, before, env.snapshot()))
+
+
+def leave_interrupts() -> None:
+    """Make Ctrl-C do nothing here: it reaches every process of the group, and the launching one decides."""
+    # Use a handler: SIG_IGN would tell the forks that the launching process ignores it.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import importlib
 import io
 import multiprocessing.process
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -73,9 +72,7 @@ def become_fork_server(
     number = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, _first_free())
     os.close(control)
     _take(request, others)
-    # Ctrl-C reaches the whole group, but the launching process ends the replicas, in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    fork_server.leave_interrupts()
     fork_server.serve(socket.socket(fileno=number), adapt)
 
 
