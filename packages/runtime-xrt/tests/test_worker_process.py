@@ -114,6 +114,15 @@ def test_the_status_command_prints_text_or_json(worker: Any) -> None:
     worker.wait_until_free()
 
 
+def test_a_job_may_have_an_argument_that_is_not_utf_8(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Python decodes the byte 0xe9 so.
+    monkeypatch.setattr(sys, "argv", ["train.py", "cr\udce9.txt"])
+    with closing(Lease(worker.address, 1, snapshot())):
+        (job,) = worker.status()["jobs"]
+        assert job["command"] == "train.py cr\\udce9.txt"
+    worker.wait_until_free()
+
+
 def test_the_exit_code_of_a_status_command_without_a_worker_is_1() -> None:
     done = polyxla("worker", "status", f"127.0.0.1:{free_ports(1)[0]}")
     assert (done.returncode, done.stdout) == (1, "")

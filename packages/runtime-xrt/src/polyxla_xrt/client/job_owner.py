@@ -31,8 +31,13 @@ class JobOwner:
     def current(cls) -> JobOwner:
         """Return the current process as an owner."""
         # The worker refuses texts that are too long, because they appear in the errors of other jobs.
-        command = " ".join(sys.argv)[:_MAX_COMMAND_CHARS] or "python"
-        return cls(socket.gethostname(), os.getpid(), _user(), command)
+        command = _encodable(" ".join(sys.argv))[:_MAX_COMMAND_CHARS] or "python"
+        return cls(_encodable(socket.gethostname()), os.getpid(), _encodable(_user()), command)
+
+
+def _encodable(text: str) -> str:
+    """Return a text with escapes for bytes that are not UTF-8, which messages cannot have."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _user() -> str:
