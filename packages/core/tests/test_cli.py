@@ -405,6 +405,15 @@ class TestRun:
         )
         assert (done.stdout, done.stderr) == ("1 error\n", "")
 
+    def test_broken_prepared_processes_are_left_out(self, install_plugin: PluginInstaller) -> None:
+        install_plugin("broken", "import no_such_module", group="polyxla.prepared")
+        done = _polyxla("run", "script.py")
+        assert (done.returncode, done.stdout) == (0, "['script.py']\n")
+        assert done.stderr == (
+            "polyxla: prepared processes (broken) are left out: "
+            "ModuleNotFoundError: No module named 'no_such_module'\n"
+        )
+
     def test_a_script_in_the_background_of_a_shell_script_ignores_ctrl_c(self, tmp_path: Path) -> None:
         (tmp_path / "script.py").write_text("import signal; print(signal.getsignal(signal.SIGINT))")
         # What a shell does to a command with `&`, unless it has job control.

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Protocol
 
 from polyxla import env
+from polyxla.console import say_once
 from polyxla.entry_points import entry_points
 from polyxla.launcher import child, fork_server
 from polyxla.launcher.process_handle import Exit, OwnProcess, Process
@@ -226,4 +227,12 @@ class PreparedProcesses(Protocol):
 
 def prepared_processes() -> PreparedProcesses | None:
     """Return the installed object, or None."""
-    return next((point.load() for point in entry_points(GROUP)), None)
+    for point in entry_points(GROUP):
+        try:
+            found: PreparedProcesses = point.load()
+        except Exception as error:
+            # Nobody has asked for it, and each start works without.
+            say_once(f"prepared processes ({point.value}) are left out: {type(error).__name__}: {error}")
+        else:
+            return found
+    return None
