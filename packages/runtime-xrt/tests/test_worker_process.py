@@ -109,6 +109,8 @@ def test_the_status_command_prints_text_or_json(worker: Any) -> None:
         assert lease.job
         text = polyxla("worker", "status", worker.address).stdout
     assert re.search(r"^cores +2$", text, re.MULTILINE)
+    # XRT_WORKERS has addresses of this form.
+    assert polyxla("worker", "status", f"grpc://{worker.address}").returncode == 0
     who = rf"{getpass.getuser()}@{socket.gethostname()} \(pid {os.getpid()}, .*\) since \d{{4}}-"
     assert re.search(rf"^job +{who}", text, re.MULTILINE), text
     worker.wait_until_free()

@@ -11,7 +11,7 @@ import typer
 
 from polyxla import UsageError
 from polyxla.plugin import JsonFlag, plain_errors, print_json, printable, say, snapshot
-from polyxla_xrt.config.addresses import DEFAULT_PORT, read_address
+from polyxla_xrt.config.addresses import DEFAULT_PORT, GRPC, join_address, read_address
 from polyxla_xrt.config.variables import Variable
 from polyxla_xrt.config.workers import read_workers
 
@@ -102,6 +102,7 @@ def serve(
         from polyxla_xrt.server.worker.supervisor import supervise
 
         host, port = _address(address, "--address", may_be_any=True)
+        address = join_address(host, port)
         if jobs > 1 and platform != "cpu":
             raise UsageError(
                 f"--jobs {jobs} needs cores that several processes can open, unlike a plugin's devices",
@@ -109,7 +110,7 @@ def serve(
                 fix="Omit --jobs: each job then gets the devices when the one before it has ended.",
             )
         if metrics_address:
-            _address(metrics_address, "--metrics-address")
+            metrics_address = join_address(*_address(metrics_address, "--metrics-address"))
         security = Security(token_file, tls_cert, tls_key, tls_client_ca, insecure)
         security.check(host)
         # The files are read once before the fork: a serving process that failed on them would be replaced
@@ -163,8 +164,7 @@ def _query(address: str, call: Literal["Status", "Drain"], as_json: bool) -> Non
     with plain_errors(as_json):
         from polyxla_xrt.client.channel import ask
 
-        _address(address, address)
-        reply = ask(address, call, snapshot())
+        reply = ask(join_address(*_address(address, address)), call, snapshot())
         if as_json:
             print_json(reply)
         else:
@@ -206,7 +206,7 @@ def _ports(text: str, jobs: int) -> range:
 
 
 def _address(text: str, where: str, *, may_be_any: bool = False) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
+    host, _, port = text.removeprefix(GRPC).rpartition(":")
     # Port 0 means any free port, which `read_address` rejects.
     if may_be_any and host and port == "0":
         return host.strip("[]"), 0
