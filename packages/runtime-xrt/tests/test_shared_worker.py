@@ -337,6 +337,21 @@ def test_a_jobs_process_serves_no_other_job(worker: Any) -> None:
         assert lease._channel.status().jobs
 
 
+def test_a_job_that_has_begun_again_is_found_while_its_first_process_stays(worker: Any) -> None:
+    request = pb.LeaseRequest(protocol=PROTOCOL, cores=1, job="7" * 32)
+    attach = pb.Command(attach=pb.Attach(protocol=PROTOCOL, job=request.job, cores=[0]))
+    with grpc.insecure_channel(worker.address) as channel:
+        stub: Any = worker_pb2_grpc.WorkerStub(channel)
+        ports = [next(stub.Lease(request)).moved.port]
+        first = processes(worker)[1]
+        os.kill(first, signal.SIGSTOP)
+        ports.append(next(stub.Lease(request)).moved.port)
+        answers = next(stub.Session(iter([pb.Commands(commands=[attach])])))
+        os.kill(first, signal.SIGCONT)
+    assert ports[0] != ports[1]
+    assert answers.answers[0].moved.port == ports[1]
+
+
 def test_the_ports_of_jobs_can_be_chosen(start_worker: Callable[..., Any], begin: Callable[..., Job]) -> None:
     first = next(port for port in range(20_000, 30_000) if _are_free(port, port + 1, port + 2))
     worker = start_worker("--jobs", "2", "--job-ports", f"{first}-{first + 2}")

@@ -185,11 +185,12 @@ class LeasingServicer(ABC, Generic[JobT]):
         return self.leases.acquire(make, request.cores, wait_s, lambda: not context.is_active())
 
     def _job(self, key: str) -> JobT | None:
-        """Return the job with this key; None if it holds no cores."""
+        """Return the job with this key, which may be over if there is no other; None if it holds no cores."""
         # The comparison takes constant time, so that the key cannot be guessed byte by byte. It compares
         # bytes, because it rejects a text that is not ASCII, and a client may send any text.
         found = [job for job in self.leases.jobs if hmac.compare_digest(job.key.encode(), key.encode())]
-        return found[0] if found else None
+        # A job that has begun again may not have returned its first cores so far.
+        return min(found, key=lambda job: job.ended.is_set(), default=None)
 
     def _attached_job(self, attach: pb.Attach, context: Any) -> JobT:
         """Return the job that a process attaches to."""
