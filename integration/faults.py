@@ -269,7 +269,9 @@ def pause(process: Process) -> None:
     """Let it stand still for a while."""
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(PAUSE_S)
-    os.kill(process.pid, signal.SIGCONT)
+    # Others may have ended it by now.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGCONT)
 
 
 def full_disk(process: Process) -> None:
@@ -517,11 +519,11 @@ def run(stage: Stage, point: str, fault: str, after_s: float = 0.0, *, while_run
                 is_due = time.monotonic() > begin + after_s and is_running == while_running
                 if is_due and (found := job.at(point)):
                     victim = random.choice(found)
-                    begin, is_struck = time.monotonic(), True
-                    is_root = victim.pid == job.process.pid
+                    begin, is_root = time.monotonic(), victim.pid == job.process.pid
                     # It may be ending just now.
                     with contextlib.suppress(OSError, ValueError):
                         FAULTS[fault](victim)
+                        is_struck = True
                     break
                 time.sleep(0.05)
             with contextlib.suppress(subprocess.TimeoutExpired):

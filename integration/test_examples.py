@@ -51,8 +51,8 @@ def test_a_language_model_learns_in_both_precisions(runtime: RuntimeUnderTest, t
     assert mixed["bits_per_hidden_byte"] == pytest.approx(full["bits_per_hidden_byte"], rel=0.1)
 
 
-def _kill_at(command: list[str], directory: Path, step: int, number: signal.Signals) -> None:
-    """Run until there is a checkpoint of that step or a later one, then send the signal."""
+def _kill_at(command: list[str], directory: Path, step: int, number: signal.Signals) -> str:
+    """Run until there is a checkpoint of that step or a later one, send the signal, and return stderr."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + WAIT_S
     try:
@@ -61,8 +61,9 @@ def _kill_at(command: list[str], directory: Path, step: int, number: signal.Sign
             assert time.monotonic() < deadline
             time.sleep(0.005)
         process.send_signal(number)
-        process.communicate(timeout=WAIT_S)
+        _, err = process.communicate(timeout=WAIT_S)
         assert process.returncode == -number
+        return err
     finally:
         process.kill()
         process.wait()
@@ -88,9 +89,11 @@ def test_digits_killed_in_mid_epoch_resumes_to_the_same_bits(
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     subprocess.run(command(whole), check=True, capture_output=True, timeout=WAIT_S)
-    for step in kills:
-        _kill_at(command(broken), broken, step, signal.SIGKILL)
-    subprocess.run(command(broken), check=True, capture_output=True, timeout=WAIT_S)
+    said = [_kill_at(command(broken), broken, step, signal.SIGKILL) for step in kills]
+    done = subprocess.run(command(broken), check=True, capture_output=True, text=True, timeout=WAIT_S)
+    # The seeded example would compute the same numbers if it began again.
+    resumed = f"resumed from {broken}/step-"
+    assert [resumed in err for err in (*said, done.stderr)] == [False, *(True for _ in kills)]
     expected, found = (
         load(directory / f"step-{44 * epochs:08}.safetensors") for directory in (whole, broken)
     )
@@ -109,13 +112,18 @@ def test_digits_killed_in_mid_epoch_resumes_to_the_same_bits(
 def test_a_resumed_run_draws_the_same_numbers(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 
-    def command(directory: Path, epochs: str = "4") -> list[str]:
-        return _run(runtime, "resume", "--epochs", epochs, "--checkpoint-dir", str(directory))
+    def command(directory: Path) -> list[str]:
+        return _run(runtime, "resume", "--epochs", "4", "--checkpoint-dir", str(directory))
 
-    expected = last_line(subprocess.run(command(whole), check=False, capture_output=True, text=True))
+    def run(directory: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command(directory), check=False, capture_output=True, text=True, timeout=WAIT_S)
+
+    expected = last_line(run(whole))
     _kill_at(command(broken), broken, 70, signal.SIGTERM)
     saved = max(int(path.name[5:13]) for path in broken.glob("step-*.safetensors"))
-    found = last_line(subprocess.run(command(broken), check=False, capture_output=True, text=True))
+    done = run(broken)
+    found = last_line(done)
     assert 70 <= saved < 200
+    assert f"resumed from {broken}/step-{saved:08}" in done.stderr
     assert found == expected
     assert math.isfinite(found["checksum"])
