@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,24 +37,30 @@ def writes_pid(path: Path) -> str:
     ("script", "problem"),
     [
         (
-            "head -c 5000000 /dev/zero | tr '\\0' x; sleep 300\n",
+            "head -c 5000000 /dev/zero | tr '\\0' x; exec sleep 300\n",
             "sent more than 1 MiB without the end of a line",
         ),
         ("exec sleep 300\n", "did not answer for 4 s: its link is cut"),
         ("yes | tr -d '\\n'\n", "sent more than 1 MiB without the end of a line"),
         ("yes\n", "did not answer for 4 s"),
-        ("sleep 300 & exit 3\n", "the connection was closed: ssh ended with exit code 3"),
-        (said("line", stream="out") + "sleep 300\n", "sent a message 'line' with other content"),
-        (said("line", stream="out", text=[1]) + "sleep 300\n", "sent a message 'line' with other content"),
-        (said("exit", code="0") + "sleep 300\n", "sent a message 'exit' with other content"),
-        (said("exit", code=10**30) + "sleep 300\n", "sent a message 'exit' with other content"),
-        (said("error", text={}, code=None) + "sleep 300\n", "sent a message 'error' with other content"),
         (
-            said("beat", number=0, time=float("nan")) + "sleep 300\n",
+            "sleep 300 & echo $! > ${0%/*}/../1.pid; exit 3\n",
+            "the connection was closed: ssh ended with exit code 3",
+        ),
+        (said("line", stream="out") + "exec sleep 300\n", "sent a message 'line' with other content"),
+        (
+            said("line", stream="out", text=[1]) + "exec sleep 300\n",
+            "sent a message 'line' with other content",
+        ),
+        (said("exit", code="0") + "exec sleep 300\n", "sent a message 'exit' with other content"),
+        (said("exit", code=10**30) + "exec sleep 300\n", "sent a message 'exit' with other content"),
+        (said("error", text={}, code=None) + "exec sleep 300\n", "sent a message 'error' with other content"),
+        (
+            said("beat", number=0, time=float("nan")) + "exec sleep 300\n",
             "sent a message 'beat' with other content",
         ),
-        (said("beat", number=[0], time=1) + "sleep 300\n", "sent a message 'beat' with other content"),
-        (said("dance") + "sleep 300\n", "sent an unknown message 'dance'"),
+        (said("beat", number=[0], time=1) + "exec sleep 300\n", "sent a message 'beat' with other content"),
+        (said("dance") + "exec sleep 300\n", "sent an unknown message 'dance'"),
         (
             "printf '{\"polyxla_pod\":'; yes '[' | head -99999 | tr -d '\\n'; echo; exit 4\n",
             "ended with exit code 4",
@@ -63,6 +71,8 @@ def writes_pid(path: Path) -> str:
 def test_it_is_named(stand_in: Pod, script: str, problem: str) -> None:
     write_stand_in(stand_in, HELLO + script)
     done = stand_in.run("one", "--no-preflight", "--lost-after", "4", "--", "true")
+    for path in stand_in.directory.glob("1.pid"):
+        os.kill(int(path.read_text()), signal.SIGKILL)
     assert problem in done.stderr
     assert "error: w0 (one): " in done.stderr
     assert "Traceback" not in done.stderr
@@ -72,7 +82,7 @@ def test_it_is_named(stand_in: Pod, script: str, problem: str) -> None:
 
 @pytest.mark.parametrize("facts", [{}, [], {"versions": 3}, None])
 def test_facts_of_other_types_are_named(stand_in: Pod, facts: object) -> None:
-    write_stand_in(stand_in, HELLO + said("facts", facts=facts) + "sleep 300\n")
+    write_stand_in(stand_in, HELLO + said("facts", facts=facts) + "exec sleep 300\n")
     done = stand_in.run("one", "--lost-after", "4", "--", "true")
     assert "error: w0 (one): sent a message 'facts' with other content" in done.stderr
     assert "Traceback" not in done.stderr
