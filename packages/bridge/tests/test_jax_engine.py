@@ -108,13 +108,14 @@ def test_the_memory_of_a_deleted_array_is_let_go(engine: JaxEngine) -> None:
 def test_the_same_program_is_compiled_once(engine: JaxEngine) -> None:
     code = program(lambda a: a * 3, np.float32(0))
     options = xla_client.CompileOptions().SerializeAsString()
-    found: list[Executable] = []
+    before, found = engine.compiles, list[Executable]()
     threads = [threading.Thread(target=lambda: found.append(engine.compile(code, options))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    assert len({id(executable) for executable in found}) == 1
+    assert (len(found), len({id(executable) for executable in found})) == (4, 1)
+    assert engine.compiles == before + 1
 
 
 @pytest.mark.parametrize(("combine", "expected"), [("and", 8), ("or", 15), ("xor", 7)])

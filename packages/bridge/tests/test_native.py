@@ -173,10 +173,13 @@ def test_an_array_of_an_unknown_type_is_refused(call: Caller) -> None:
 
 
 def test_strides_without_effect_are_ignored(call: Caller) -> None:
-    for dims, strides in [([1, 3], [77, 1]), ([2, 0, 3], [9, 9, 1]), ([], [])]:
-        made = call.put(b"abc", dims, strides=strides)
-        call("Event_Destroy", event=made.done_with_host_buffer)
-        call("Buffer_Destroy", buffer=made.buffer)
+    cases = [([1, 3], [77, 1]), ([2, 0, 3], [9, 9, 1]), ([], [])]
+    made = [call.put(b"abc", dims, strides=strides) for dims, strides in cases]
+    wait_until(lambda: call.engine.received == [b"abc", b"", b"a"])
+    for handle in made:
+        call("Event_Destroy", event=handle.done_with_host_buffer)
+        call("Buffer_Destroy", buffer=handle.buffer)
+    wait_until(lambda: len(call.engine.deleted) == len(made))
 
 
 def test_an_upload_error_is_raised_where_the_buffer_is_used(call: Caller) -> None:

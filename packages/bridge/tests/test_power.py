@@ -71,6 +71,7 @@ def test_a_power_in_a_loop_of_more_instructions_than_the_program_is_replaced_too
     expanded = inlining.replace(
         hlo_module_from_text(text).as_serialized_hlo_module_proto(), arithmetic.choose_power
     )
+    assert " conditional(" in HloModule.from_serialized_hlo_module_proto(expanded).to_string()
     x = np.array([1, 2, -3, 0.5], np.float32)
     (found,) = computed(expanded, [x, np.asarray(2, np.float32)])
     assert found.tolist() == (x**4).tolist()
