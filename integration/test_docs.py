@@ -243,9 +243,14 @@ def test_what_the_conventions_page_names_exists() -> None:
 
 
 def test_every_command_on_the_performance_page_is_a_benchmark() -> None:
-    for name, argument in re.findall(r"`nox -s bench -- (?!all`)(\w+)(?: (\w+))?`", page("performance.md")):
-        text = (ROOT / "benchmarks" / f"{name}.py").read_text()
-        assert not argument or f"[{argument}]" in text, argument
+    text = page("performance.md")
+    found = re.findall(r"`nox -s bench -- (?!all`)(\w+)(?: (\w+))?`", text)
+    on_torchtpu = re.findall(r"`nox -s bench-torchtpu -- (\w+)`", text)
+    assert len(found) > 20
+    assert len(on_torchtpu) > 3
+    for name, argument in (*found, *(("torchtpu", argument) for argument in on_torchtpu)):
+        source = (ROOT / "benchmarks" / f"{name}.py").read_text()
+        assert not argument or f"[{argument}]" in source, argument
 
 
 def test_every_method_of_replica_on_the_training_page_has_the_named_arguments() -> None:

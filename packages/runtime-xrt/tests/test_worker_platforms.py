@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -69,15 +69,19 @@ def start_on(start: Start, platform: str, *options: str, **variables: str) -> An
         return start(*options)
 
 
-@pytest.fixture(scope="module", params=["plugin", "tpu"])
-def platform_worker(request: pytest.FixtureRequest, share_worker: Start) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=["cpu (plugin)", "tpu"], ids=["plugin", "tpu"])
+def platform_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def platform_worker(platform_name: str, share_worker: Start) -> Any:
     """A worker of two cores: of the plugin, which has three, or of an emulated TPU's only chip."""
-    if request.param == "plugin":
-        yield share_worker(*on_plugin(3))
-        return
+    if platform_name != "tpu":
+        return share_worker(*on_plugin(3))
     with temporary_environ({**os.environ, "POLYXLA_EMULATE": "v7x-2"}):
-        worker = share_worker("--platform", "tpu")
-    yield worker
+        return share_worker("--platform", "tpu")
 
 
 def job_of_two(worker: Any, client: Start) -> tuple[Any, list[Any]]:
@@ -120,9 +124,9 @@ def sums(worker: Any, pool: ThreadPoolExecutor, cores: int = 2) -> list[float]:
     return found
 
 
-def test_the_status_names_the_platform(platform_worker: Any) -> None:
+def test_the_status_names_the_platform(platform_worker: Any, platform_name: str) -> None:
     status = platform_worker.status()
-    assert (status["platform"], status["cores"]) in {("cpu (plugin)", 2), ("tpu", 2)}
+    assert (status["platform"], status["cores"]) == (platform_name, 2)
 
 
 def test_jobs_compute_one_after_the_other_in_the_same_process(platform_worker: Any, client: Start) -> None:
