@@ -353,4 +353,6 @@ def _torchrun(processes: int) -> list[str]:
 def _losses(command: list[str], environ: dict[str, str] | None) -> list[float]:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
+    assert losses, done.stdout
+    return losses

@@ -103,10 +103,12 @@ def test_the_trainer_of_transformers_shards_as_it_trains_on_the_cpu(
 
 
 def test_the_trainer_of_transformers_resumes_with_the_dropout_of_an_uninterrupted_run(
-    train_on_tpu: Callable[..., list[float]], tmp_path: Path
+    train_on_tpu: Callable[..., list[float]], on_cpu: Callable[..., list[float]], tmp_path: Path
 ) -> None:
     options = (TRAINER, str(tmp_path), "gpt2", "dropout")
     whole = train_on_tpu("v4-8", PROCESSES, *options, launcher=ACCELERATE)
+    assert len(whole) == STEPS + 1
+    assert whole != pytest.approx(on_cpu(TRAINER, "gpt2"), rel=TOLERANCE, abs=TOLERANCE)
     resumed = train_on_tpu("v4-8", PROCESSES, *options, "resume", launcher=EACH)
     assert resumed == pytest.approx(whole[STEPS // 2 :], rel=TOLERANCE, abs=TOLERANCE)
 
