@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -91,10 +91,16 @@ def compared(directory: Path) -> Iterator[tuple[str, Numbers, Numbers]]:
             yield f"{path.stem}[{number}]", ours, expected
 
 
+def operators_of(samples: Iterable[str]) -> set[str]:
+    """Return the operators of samples with these names."""
+    return {name.partition("[")[0] for name in samples}
+
+
 @pytest.mark.long
 def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     assert run(tmp_path, EMULATED, *OPERATORS.split()) == 0
     found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}
+    assert operators_of(found) == {*OPERATORS.split()}
     assert len(found) > 300
     assert {name for name, text in found.items() if text} == NAN_GRADIENTS
 
@@ -117,6 +123,7 @@ WITHOUT_LIBRARY = {
 def test_the_bridges_library_computes_what_the_cpu_computes(tmp_path: Path) -> None:
     assert run(tmp_path, EMULATED, ANY_SIZE, *IN_LIBRARY.split()) == 0
     found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}
+    assert operators_of(found) == {*IN_LIBRARY.split()}
     assert len(found) > 50
     assert {name for name, text in found.items() if text} <= BOTH_WRONG | WITHOUT_LIBRARY
 
@@ -264,9 +271,12 @@ def test_the_bridge_is_wrong_nowhere_alone(tmp_path: Path, environ: dict[str, st
         directory.mkdir()
         run(directory, variables)
     own = {name: numbers for name, numbers, _ in compared(theirs)}
+    common = [outcome for outcome in compared(ours) if outcome[0] in own]
+    # torch has 2950 samples that are not random; few operators end the process of either client.
+    assert len(common) > 2500
     wrong = {
         name: difference(numbers, own[name], TOLERANCE)
-        for name, numbers, expected in compared(ours)
-        if name in own and difference(numbers, expected, TOLERANCE)
+        for name, numbers, expected in common
+        if difference(numbers, expected, TOLERANCE)
     }
     assert {name: text for name, text in wrong.items() if text and name not in BOTH_WRONG} == {}
