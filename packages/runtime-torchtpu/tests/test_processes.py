@@ -51,8 +51,9 @@ import torch
 torch.manual_seed(5)
 before = torch.tpu.default_generators[0].get_state()
 first = torch.rand(3, device="tpu").tolist()
+other = torch.rand(3, device="tpu").tolist()
 torch.tpu.default_generators[0].set_state(before)
-print(first == torch.rand(3, device="tpu").tolist())
+print(other != first == torch.rand(3, device="tpu").tolist())
 """
 BACKWARD = """
 import torch

@@ -77,6 +77,8 @@ def events() -> None:
 def random_numbers() -> None:
     torch.manual_seed(7)
     first = torch.rand(5, device="tpu").tolist()
+    assert len({*first}) == 5
+    assert torch.rand(5, device="tpu").tolist() != first
     state = torch.tpu.default_generators[0].get_state()
     second = torch.randn(5, device="tpu").tolist()
     torch.tpu.default_generators[0].set_state(state)
@@ -92,9 +94,12 @@ def random_numbers() -> None:
 def distributions() -> None:
     torch.manual_seed(1)
     count = 10000
-    assert abs(torch.randn(count, device="tpu").mean().item()) < 0.1
+    normal = torch.randn(count, device="tpu")
+    assert abs(normal.mean().item()) < 0.1
+    assert 0.9 < normal.std().item() < 1.1
     assert 0.4 < torch.bernoulli(torch.full((count,), 0.5, device="tpu")).mean().item() < 0.6
-    assert sorted(torch.randperm(100, device="tpu").tolist()) == list(range(100))
+    order = torch.randperm(100, device="tpu").tolist()
+    assert sorted(order) == list(range(100)) != order
     drawn = torch.randint(3, 7, (count,), device="tpu")
     assert (drawn.min().item(), drawn.max().item()) == (3, 6)
     dropped = torch.nn.functional.dropout(torch.ones(count, device="tpu"), 0.25)
