@@ -67,22 +67,26 @@ def test_a_pods_hosts_are_started_one_by_one(clean_environ: dict[str, str]) -> N
     hosts = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM)],
-            env={**pod, "POLYXLA_EMULATE_HOST": str(host)},
+            env={**pod, "POLYXLA_EMULATE_HOST": str(number)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for host in range(2)
+        for number in range(2)
     ]
-    outputs = [host.communicate(timeout=300) for host in hosts]
+    try:
+        outputs = [host.communicate(timeout=300) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
     assert [host.returncode for host in hosts] == [0, 0], outputs
     # The ordinal, the host, and the sum over all eight replicas.
     found = [[(line[1], line[7], line[11]) for line in described(output)] for output, _ in outputs]
     assert found == [
         [(str(ordinal), str(host), "28") for ordinal in range(host * 4, host * 4 + 4)] for host in range(2)
     ]
-    for host, (_, said) in enumerate(outputs):
-        assert f"emulating a v4-16, host {host} on this machine's CPU" in said
+    for number, (_, said) in enumerate(outputs):
+        assert f"emulating a v4-16, host {number} on this machine's CPU" in said
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +271,31 @@ def _of_job(mark: str) -> list[int]:
     return found
 
 
+@contextlib.contextmanager
+def _job(
+    runtime: RuntimeUnderTest, program: str, directory: Path, devices: int = 2
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program until each replica has written its file; end what is left of it afterwards."""
+    script, count = str(PROGRAMS / program), str(devices)
+    command = [sys.executable, "-m", "polyxla", "run", "--devices", count, script, str(directory)]
+    environ = {**os.environ, "POLYXLA_RUNTIME": runtime.name, "TEST_JOB": str(directory)}
+    with (directory / "out").open("w") as out:
+        parent = subprocess.Popen(
+            command, cwd=directory, env=environ, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not all((directory / str(ordinal)).exists() for ordinal in range(devices)):
+            assert time.monotonic() < deadline, (directory / "out").read_text()
+            time.sleep(0.05)
+        yield parent
+    finally:
+        for pid in _of_job(f"TEST_JOB={directory}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        parent.wait(PATIENCE_S)
+
+
 @pytest.mark.parametrize(
     ("number", "program"),
     [
@@ -282,29 +307,19 @@ def _of_job(mark: str) -> list[int]:
 def test_the_end_of_the_parent_ends_all_its_processes(
     runtime: RuntimeUnderTest, tmp_path: Path, number: signal.Signals, program: str
 ) -> None:
-    script = PROGRAMS / program
-    command = [sys.executable, "-m", "polyxla", "run", "--devices", "2", str(script), str(tmp_path)]
-    environ = {**os.environ, "POLYXLA_RUNTIME": runtime.name, "TEST_JOB": str(tmp_path)}
-    with (tmp_path / "out").open("w") as out:
-        parent = subprocess.Popen(
-            command, cwd=tmp_path, env=environ, stdout=out, stderr=out, start_new_session=True
-        )
-    deadline = time.monotonic() + PATIENCE_S
-    while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
-        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
-        time.sleep(0.05)
-    if number == signal.SIGINT:
-        # A terminal sends the signal to all processes of the group.
-        os.killpg(parent.pid, number)
-    else:
-        parent.kill()
-    assert parent.wait(PATIENCE_S) == (130 if number == signal.SIGINT else -number)
-    if number == signal.SIGINT:
-        assert (tmp_path / "out").read_text().splitlines()[-1] == "polyxla: interrupted"
-    deadline = time.monotonic() + PATIENCE_S
-    while left := _of_job(f"TEST_JOB={tmp_path}"):
-        assert time.monotonic() < deadline, f"{left} still live"
-        time.sleep(0.05)
+    with _job(runtime, program, tmp_path) as parent:
+        if number == signal.SIGINT:
+            # A terminal sends the signal to all processes of the group.
+            os.killpg(parent.pid, number)
+        else:
+            parent.kill()
+        assert parent.wait(PATIENCE_S) == (130 if number == signal.SIGINT else -number)
+        if number == signal.SIGINT:
+            assert (tmp_path / "out").read_text().splitlines()[-1] == "polyxla: interrupted"
+        deadline = time.monotonic() + PATIENCE_S
+        while left := _of_job(f"TEST_JOB={tmp_path}"):
+            assert time.monotonic() < deadline, f"{left} still live"
+            time.sleep(0.05)
 
 
 @pytest.mark.pjrt
@@ -312,19 +327,9 @@ def test_the_end_of_the_parent_ends_all_its_processes(
 def test_ctrl_c_saves_a_training_before_it_ends(
     runtime: RuntimeUnderTest, tmp_path: Path, devices: int
 ) -> None:
-    script = str(PROGRAMS / "train_until_interrupted.py")
-    command = [sys.executable, "-m", "polyxla", "run", "--devices", str(devices), script, str(tmp_path)]
-    environ = {**os.environ, "POLYXLA_RUNTIME": runtime.name}
-    with (tmp_path / "out").open("w") as out:
-        parent = subprocess.Popen(
-            command, cwd=tmp_path, env=environ, stdout=out, stderr=out, start_new_session=True
-        )
-    deadline = time.monotonic() + PATIENCE_S
-    while not all((tmp_path / str(ordinal)).exists() for ordinal in range(devices)):
-        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
-        time.sleep(0.05)
-    os.killpg(parent.pid, signal.SIGINT)
-    assert parent.wait(PATIENCE_S) == 130
+    with _job(runtime, "train_until_interrupted.py", tmp_path, devices) as parent:
+        os.killpg(parent.pid, signal.SIGINT)
+        assert parent.wait(PATIENCE_S) == 130
     said = (tmp_path / "out").read_text()
     assert "polyxla: training ends after this step, and saves it; press Ctrl-C again to end at once\n" in said
     assert re.search(r"^polyxla: ended by SIGINT after step \d+, which is saved$", said, re.MULTILINE)

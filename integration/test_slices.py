@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from polyxla.plugin import free_ports
 from polyxla_testing import RuntimeUnderTest
 
 pytestmark = pytest.mark.emulated_tpu
@@ -170,11 +171,8 @@ def test_a_lost_host_of_a_slice_is_named_by_the_launch_of_another(
     runtime: RuntimeUnderTest, clean_environ: dict[str, str]
 ) -> None:
     first, second = hosts_of_slices()
-    ports = {
-        "POLYXLA_MONITOR_PORT": str(22000 + os.getpid() % 1000),
-        "MASTER_PORT": str(23000 + os.getpid() % 1000),
-        "TORCH_TPU_INTERNAL_HANDSHAKE_PORT": str(24000 + os.getpid() % 1000),
-    }
+    names = ("POLYXLA_MONITOR_PORT", "MASTER_PORT", "TORCH_TPU_INTERNAL_HANDSHAKE_PORT")
+    ports = dict(zip(names, map(str, free_ports(3)), strict=True))
     with (
         launched(runtime, {**clean_environ, **first, **ports}) as own,
         launched(runtime, {**clean_environ, **second, **ports}) as other,

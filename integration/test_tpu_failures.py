@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from polyxla.plugin import free_ports
 from polyxla_testing import RuntimeUnderTest
 
 pytestmark = pytest.mark.emulated_tpu
@@ -93,14 +94,14 @@ def test_nothing_ends_replicas_that_compute_or_compile(runtime: RuntimeUnderTest
 @contextmanager
 def hosts_of(environ: dict[str, str], how: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Start a program on both hosts of a v4-16."""
-    number = os.getpid() % 250
+    number, ports = os.getpid() % 250, free_ports(2)
     pod = {
         **environ,
         "POLYXLA_EMULATE": "v4-16",
         "TPU_WORKER_HOSTNAMES": f"127.78.{number}.1,127.78.{number}.2",
         # On TorchTPU, the hosts of each job of this machine meet at ports of their own.
-        "MASTER_PORT": str(20000 + number),
-        "TORCH_TPU_INTERNAL_HANDSHAKE_PORT": str(21000 + number),
+        "MASTER_PORT": str(ports[0]),
+        "TORCH_TPU_INTERNAL_HANDSHAKE_PORT": str(ports[1]),
     }
     command = [sys.executable, "-m", "polyxla", "run", str(PROGRAMS / "fail_on_host.py"), how]
     with ExitStack() as stack:

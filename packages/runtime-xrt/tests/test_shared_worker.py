@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
 import signal
 import socket
@@ -11,7 +12,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -42,8 +42,6 @@ from polyxla_xrt.server.worker.process import ServingOptions
 from polyxla_xrt.server.worker.security import Security
 
 WAIT_S = 40.0
-STALL_S = 1.0
-"""Longest time for which a job may stand still when another one is lost, in seconds."""
 SIZE = 1 << 16
 VECTOR = ArrayType("float32", (SIZE,))
 STEP = f"""HloModule step, input_output_alias={{ {{}}: (0, {{}}, may-alias) }}
@@ -172,28 +170,31 @@ def test_the_status_command_prints_each_job(worker: Any, begin: Callable[..., Jo
 def test_the_loss_of_one_job_leaves_the_other_untouched(worker: Any, begin: Callable[..., Job]) -> None:
     lost, other = begin(worker.address), begin(worker.address)
     _, lost_pid, _ = processes(worker)
-    is_over, longest = threading.Event(), 0.0
+    is_over, found = threading.Event(), list[int]()
 
-    def train() -> float:
-        longest, last = 0.0, time.monotonic()
+    def train() -> None:
         while not is_over.is_set():
-            other.step()
-            now = time.monotonic()
-            longest, last = max(longest, now - last), now
-        return longest
+            found.append(hash(other.step()))
+
+    def wait_for_more(steps: int = 10) -> None:
+        wanted = len(found) + steps
+        wait_until(lambda: training.done() or len(found) >= wanted, "the other job's steps", WAIT_S)
 
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(train)
-        time.sleep(0.5)
-        os.kill(lost_pid, signal.SIGKILL)
-        assert f"the worker at {worker.address} is gone" in str(lost.ended.result(WAIT_S))
-        with pytest.raises(PjrtError):
-            lost.step()
-        # Its core goes to the next job.
-        assert begin(worker.address, wait_s=WAIT_S).step()
-        is_over.set()
-        longest = training.result(WAIT_S)
-    assert longest < STALL_S
+        try:
+            wait_for_more()
+            os.kill(lost_pid, signal.SIGKILL)
+            assert f"the worker at {worker.address} is gone" in str(lost.ended.result(WAIT_S))
+            with pytest.raises(PjrtError):
+                lost.step()
+            # Its core goes to the next job.
+            following = begin(worker.address, wait_s=WAIT_S)
+            wait_for_more()
+        finally:
+            is_over.set()
+        training.result(WAIT_S)
+    assert [hash(following.step()) for _ in found] == found
     assert lost_pid not in processes(worker)
 
 
@@ -353,7 +354,9 @@ def test_a_job_that_has_begun_again_is_found_while_its_first_process_stays(worke
 
 
 def test_the_ports_of_jobs_can_be_chosen(start_worker: Callable[..., Any], begin: Callable[..., Job]) -> None:
-    first = next(port for port in range(20_000, 30_000) if _are_free(port, port + 1, port + 2))
+    # Other suites on this machine search as well, so each begins elsewhere.
+    ports = range(random.randrange(10_000, 29_000), 30_000)
+    first = next(port for port in ports if _are_free(port, port + 1, port + 2))
     worker = start_worker("--jobs", "2", "--job-ports", f"{first}-{first + 2}")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first))
