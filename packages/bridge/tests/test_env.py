@@ -50,6 +50,18 @@ def test_the_memory_of_a_device_is_limited(text: str, found: tuple[bool, int]) -
     assert (settings.is_memory_limited, settings.memory_bytes) == found
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(env.POLYXLA_CPU_KERNELS, env.POLYXLA_DEVICE_MEMORY, env.POLYXLA_PJRT_OPTIONS),
+        *(env.POLYXLA_SHARED_MEMORY, env.POLYXLA_STALL_TIMEOUT_S),
+    ],
+)
+def test_an_empty_variable_counts_as_unset(name: str) -> None:
+    assert from_environ({name: ""}) == from_environ({})
+    assert env.shares_memory({name: ""})
+
+
 @pytest.mark.parametrize("text", ["16GB", "1.5GiB", "-1", "chip", "0MiB"])
 def test_what_is_no_size_of_a_memory_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"POLYXLA_DEVICE_MEMORY='{text}' is not a valid memory size"):

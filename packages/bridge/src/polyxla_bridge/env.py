@@ -387,7 +387,7 @@ def shares_memory(environ: Mapping[str, str]) -> bool:
     Raises:
         ValueError: it is neither on nor off.
     """
-    text = environ.get(POLYXLA_SHARED_MEMORY, "on")
+    text = environ.get(POLYXLA_SHARED_MEMORY) or "on"
     if text.lower() not in (*_OFF, *_ON):
         raise ValueError(f"{POLYXLA_SHARED_MEMORY}={text!r} is neither 'on' nor 'off'; write one of them")
     return text.lower() in _ON
@@ -404,7 +404,7 @@ def has_torch_kernels(environ: Mapping[str, str]) -> bool:
     Raises:
         ValueError: it is neither torch nor xla.
     """
-    text = environ.get(POLYXLA_CPU_KERNELS, "torch")
+    text = environ.get(POLYXLA_CPU_KERNELS) or "torch"
     if text not in ("torch", "xla"):
         raise ValueError(f"{POLYXLA_CPU_KERNELS}={text!r} is neither 'torch' nor 'xla'; write one of them")
     return text == "torch"
@@ -418,7 +418,7 @@ def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:
     Raises:
         ValueError: it is not a valid memory size.
     """
-    text = environ.get(POLYXLA_DEVICE_MEMORY, "off")
+    text = environ.get(POLYXLA_DEVICE_MEMORY) or "off"
     if text.lower() in (*_OFF, *_ON):
         return text.lower() in _ON, 0
     match = re.fullmatch(r"(\d+)(|B|KiB|MiB|GiB)", text)
@@ -438,7 +438,7 @@ def plugin_options(environ: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ValueError: it is no JSON object, or one of its values cannot be an option.
     """
-    text = environ.get(POLYXLA_PJRT_OPTIONS, "{}")
+    text = environ.get(POLYXLA_PJRT_OPTIONS) or "{}"
     try:
         options = json.loads(text)
     except ValueError:
@@ -465,7 +465,7 @@ def stall_timeout_s(environ: Mapping[str, str]) -> float:
         ValueError: it is not a number of seconds above 0.
     """
     text = environ.get(POLYXLA_STALL_TIMEOUT_S)
-    if text is None:
+    if not text:
         return BridgeSettings.stall_timeout_s
     try:
         seconds = float(text)
@@ -482,7 +482,7 @@ def stall_timeout_s(environ: Mapping[str, str]) -> float:
 
 def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name)
-    if text is None:
+    if not text:
         return default
     try:
         return int(text)

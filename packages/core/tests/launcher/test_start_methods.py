@@ -191,14 +191,16 @@ def test_replicas_write_where_the_launching_process_writes_now(
     assert [(tmp_path / name).read_text() for name in ("output", "error")] == ["output", "error"]
 
 
-def test_replicas_are_forked_for_a_process_without_output(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("output", [1, 2])
+def test_replicas_start_for_a_process_without_output(method: str, output: int, tmp_path: Path) -> None:
     code = f"""
 import os, pathlib
 from polyxla.launcher.processes import run_processes
 from polyxla.plugin import Job, Setting
-os.close(1)
+os.close({output})
 job = Job(print, (), "none", (0,), dict(os.environ), Setting(None, "default"), main=lambda *_: "returned")
-found = run_processes(job, [0], [os.environ], method="forkserver")
+found = run_processes(job, [0], [os.environ], method="{method}")
 pathlib.Path({str(tmp_path / "found")!r}).write_text(found[0])
 os._exit(0)
 """

@@ -111,8 +111,7 @@ def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = 
         pipe: the child's end.
         adapt: turns the environment that the launching process sent into this process's.
     """
-    # After a crash in C++, the Python stacks are the only trace of what the process did.
-    faulthandler.enable()
+    _report_crashes()
     try:
         pipe.send(Message("hello"))
         setup: Setup = pipe.recv()
@@ -134,11 +133,18 @@ def serve_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[]
         atexit._clear()  # noqa: SLF001
         leave_interrupts_to_launcher()
         env.replace_environ(environ)
-        faulthandler.enable()
+        _report_crashes()
         finish(pipe, work)
         end_process(0, takes_apart=False)
     finally:
         os._exit(1)
+
+
+def _report_crashes() -> None:
+    """Print the Python stacks after a crash in C++, which are the only trace of what the process did."""
+    # A process may have no standard error.
+    if sys.stderr is not None:
+        faulthandler.enable()
 
 
 def finish(pipe: Connection, work: bytes | Callable[[], Any]) -> None:
