@@ -55,6 +55,7 @@ def test_every_export_has_a_docstring() -> None:
 def test_every_error_is_exported_and_a_polyxla_error() -> None:
     found = [value for value in vars(errors).values() if inspect.isclass(value)]
     kinds = [kind for kind in found if kind.__module__ == errors.__name__]
+    assert kinds
     assert all(issubclass(kind, polyxla.PolyxlaError) for kind in kinds)
     assert {kind.__name__ for kind in kinds} <= set(polyxla.__all__)
 

@@ -9,6 +9,7 @@ from polyxla_xrt import env
 
 def test_every_constant_equals_its_name_and_is_known() -> None:
     names = {name for name in vars(env) if name.startswith(("XRT_", "TPU_"))}
+    assert names
     assert all(getattr(env, name) == name for name in names)
     # The other TPU variables are only set for replicas: they are not XRT variables.
     assert names - env.KNOWN == {name for name in names if name.startswith("TPU_")} - {env.TPU_NUM_DEVICES}
