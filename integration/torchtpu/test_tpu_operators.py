@@ -93,7 +93,8 @@ def test_an_lstm_of_many_steps_has_the_gradients_of_the_cpu() -> None:
 def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     assert run(tmp_path, EMULATED, *OPERATORS.split()) == 0
     found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}
-    assert operators_of(found) == {*OPERATORS.split()}
+    # torch 2.15 no longer has samples of qr.
+    assert operators_of(found) == {*OPERATORS.split()} - {"qr"}
     assert len(found) > 300
     wrong = {name for name, text in found.items() if text}
     assert {name for name in wrong if name.partition("[")[0] not in MISSING} == DIFFERENT
