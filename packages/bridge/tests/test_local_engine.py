@@ -185,6 +185,15 @@ def test_a_partitioned_program_is_queued_on_all_devices_before_the_next_program(
     assert [value(engine, result) for (result,) in results] == [8, 8]
 
 
+def test_many_partitioned_programs_may_wait_for_their_turn(open_engine: Open) -> None:
+    # On XLA's CPU client as a plugin, those in front once kept the threads that the first one needed.
+    engine = open_engine(2)
+    parts = engine.compile(module(PARTS), options_for([0, 1], partitions=2))
+    given = [[upload(engine, ones(1), index)] for index in range(2)]
+    results = [result for _ in range(300) for (result,) in engine.execute_partitioned(parts, given)]
+    assert [value(engine, result) for result in results] == [8] * 600
+
+
 def test_memory_of_a_program_is_reserved_until_its_results_are_counted(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,9 @@ class PjrtEngine(LocalEngine):
         self._reading = {index: DeviceThread(index, "polyxla-read") for index in self._threads}
         self._compiler = compiler = PluginCompiler(settings, library, on_lookup)
         self._joint_start = JointStart(library, compiler)
+        # XLA's CPU client runs all devices on a few threads. Where programs wait on all of them for the other
+        # devices, these never get one. So the devices meet only when the last program has ended.
+        self._last_ends: dict[int, Future[None]] = {}
         self._meetings = Meetings(list(self._threads), self._joint_start)
         self._progress = progress or OwnProgress()
         if len(devices) > 1 and (progress or len(devices) == len(self._threads)):
@@ -159,6 +162,8 @@ class PjrtEngine(LocalEngine):
 
     def _launch_uncounted(self, index: int, request: StartRequest, meeting: Meeting | None) -> Started:
         if meeting is not None:
+            if index in self._last_ends:
+                self._last_ends.pop(index).exception()
             return meeting.join(index, request)
         program: PluginProgram = request.executable.native["program"]
         device = self._client.devices[index]
@@ -191,6 +196,8 @@ class PjrtEngine(LocalEngine):
                 raise
 
         thread.put(done, wait_on_thread)
+        if self._client.platform == CPU:
+            self._last_ends[index] = done
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Copy before returning."""
