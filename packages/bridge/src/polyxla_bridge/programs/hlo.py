@@ -340,10 +340,11 @@ def _cut(numbers: list[int], length: int) -> list[list[int]]:
 
 def reduction(computation: HloComputationProto) -> str:
     """Return the opcode by which a computation combines its two parameters; empty if it does more or less."""
+    if len(computation.instructions) != 3:
+        return ""
     parameters = {each.id for each in computation.instructions if each.opcode == "parameter"}
     (root,) = (each for each in computation.instructions if each.id == computation.root_id)
-    is_simple = len(computation.instructions) == 3 and {*root.operand_ids} == parameters
-    return root.opcode if is_simple and len(parameters) == 2 else ""
+    return root.opcode if len(parameters) == 2 and {*root.operand_ids} == parameters else ""
 
 
 def reductions(module: HloModuleProto) -> dict[int, str]:
