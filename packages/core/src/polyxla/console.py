@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,11 @@ def printable(text: str) -> str:
     return "".join(
         char if char in "\n\t" or category(char) not in _OBEYED else ascii(char)[1:-1] for char in text
     )
+
+
+def drop_output() -> None:
+    """Discard standard output, which cannot be written: at its exit, Python would try once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @functools.cache

@@ -174,6 +174,7 @@ from polyxla.callsite import (
     user_line as user_line,
 )
 from polyxla.console import (
+    drop_output as drop_output,
     ended_by_errors as ended_by_errors,
     printable as printable,
     say as say,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from polyxla.plugin import say
+from polyxla.plugin import drop_output, say
 from polyxla_pod.folding import FoldedLine
 from polyxla_pod.pipeline import HostState
 
@@ -57,7 +56,7 @@ class PlainScreen:
     def close(self) -> None:
         """Let the process end without a further attempt to write what the disk did not take."""
         if self._is_full:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_output()
 
 
 class LiveScreen:

@@ -7,7 +7,6 @@ import errno
 import io
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ import typer.core
 import polyxla
 from polyxla import env
 from polyxla.cli.output import JsonFlag, RuntimeOption, described, plain_errors, print_json, print_table
-from polyxla.console import say
+from polyxla.console import drop_output, say
 from polyxla.env import Setting
 from polyxla.errors import PolyxlaError, UsageError, pip_install
 from polyxla.launcher.launch import announce
@@ -167,8 +166,7 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         say(f"error: the output cannot be written ({error.strerror})")
-        # At its exit, Python would try once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         sys.exit(1)
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import resource
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyxla.plugin import say
+from polyxla.plugin import drop_output, say
 from polyxla_pod.job import PodJob
 from polyxla_pod.launcher import archive
 from polyxla_pod.launcher.attempt import REFUSED, Attempt, JobFailure
@@ -95,8 +93,8 @@ class JobRunner:
             assert self._signal
             return JobResult(128 + self._signal, (), self._count)
         except OSError:
-            # The terminal or the pipe is gone. At its exit, Python would fail to flush the rest to it.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The terminal or the pipe is gone.
+            drop_output()
             return JobResult(128 + signal.SIGPIPE, (), self._count)
 
     def _interrupt(self, number: signal.Signals, task: asyncio.Task[JobResult]) -> None:
