@@ -216,7 +216,7 @@ def run(printed: Path, environ: dict[str, str], task: str, count: int, *argument
         if pid == 0:
             code = 1
             try:
-                # The caller removes this directory, also if all of this group are killed.
+                # The caller removes this directory, even if the whole group is killed.
                 _replica(rank, count, str(printed.parent), task, arguments)
                 code = 0
             except BaseException:
