@@ -273,11 +273,11 @@ def _of_job(mark: str) -> list[int]:
 
 @contextlib.contextmanager
 def _job(
-    runtime: RuntimeUnderTest, program: str, directory: Path, devices: int = 2
+    runtime: RuntimeUnderTest, program: str, directory: Path, devices: int = 2, *options: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program until each replica has written its file; end what is left of it afterwards."""
     script, count = str(PROGRAMS / program), str(devices)
-    command = [sys.executable, "-m", "polyxla", "run", "--devices", count, script, str(directory)]
+    command = [sys.executable, "-m", "polyxla", "run", "--devices", count, *options, script, str(directory)]
     environ = {**os.environ, "POLYXLA_RUNTIME": runtime.name, "TEST_JOB": str(directory)}
     with (directory / "out").open("w") as out:
         parent = subprocess.Popen(
@@ -323,15 +323,16 @@ def test_the_end_of_the_parent_ends_all_its_processes(
 
 
 @pytest.mark.pjrt
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("devices", "options"), [(1, []), (2, []), (2, ["--each"])])
 def test_ctrl_c_saves_a_training_before_it_ends(
-    runtime: RuntimeUnderTest, tmp_path: Path, devices: int
+    runtime: RuntimeUnderTest, tmp_path: Path, devices: int, options: list[str]
 ) -> None:
-    with _job(runtime, "train_until_interrupted.py", tmp_path, devices) as parent:
+    with _job(runtime, "train_until_interrupted.py", tmp_path, devices, *options) as parent:
         os.killpg(parent.pid, signal.SIGINT)
         assert parent.wait(PATIENCE_S) == 130
     said = (tmp_path / "out").read_text()
-    assert "polyxla: training ends after this step, and saves it; press Ctrl-C again to end at once\n" in said
+    saves = "polyxla: training ends after this step, and saves it; press Ctrl-C again to end at once\n"
+    assert said.count(saves) == 1
     assert re.search(r"^polyxla: ended by SIGINT after step \d+, which is saved$", said, re.MULTILINE)
     assert said.endswith("\npolyxla: interrupted\n")
     assert len(list((tmp_path / "saved").glob("step-*.safetensors"))) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from polyxla.plugin import failures
 from polyxla_training import Trainer
 
 DIRECTORY = Path(sys.argv[1])
@@ -34,6 +37,9 @@ class Net(torch.nn.Module):
         return loss
 
     def on_train_end(self) -> None:
+        if "RANK" in os.environ:
+            # Longer than a replica has that saves nothing.
+            time.sleep(failures.INTERRUPT_GRACE_S + 1)
         (DIRECTORY / f"ended-{self.trainer.global_rank}").touch()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

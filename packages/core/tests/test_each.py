@@ -118,6 +118,7 @@ BOTH_SAVED = ["0-finally", "0-saved", "1-finally", "1-saved"]
     ("number", "savers", "code", "text", "left"),
     [
         pytest.param(signal.SIGINT, "", 130, "polyxla: interrupted\n", BOTH_FINALLY, id="interrupt"),
+        pytest.param(signal.SIGINT, "01", 130, "polyxla: interrupted\n", BOTH_SAVED, id="interrupt-saves"),
         pytest.param(signal.SIGTERM, "", -signal.SIGTERM, "", [], id="terminate"),
         pytest.param(signal.SIGTERM, "01", -signal.SIGTERM, "", BOTH_SAVED, id="both-save"),
         pytest.param(signal.SIGTERM, "0", -signal.SIGTERM, "", BOTH_SAVED[:2], id="one-saves"),

@@ -82,3 +82,11 @@ def test_a_second_signal_ends_a_process_by_default() -> None:
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "first True\n"
     assert done.returncode == -signal.SIGTERM
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with StopSignal(signal.SIGTERM, signal.SIGUSR1) as stop:
+        signal.raise_signal(signal.SIGUSR1)
+        assert not stop
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN

@@ -94,6 +94,7 @@ from polyxla.launcher.processes import (
 from polyxla.launcher.child import (
     REPLICA_THREAD as REPLICA_THREAD,
     end_process as end_process,
+    on_interrupt as on_interrupt,
     remove_remote_modules as remove_remote_modules,
 )
 from polyxla.launcher.launch import (

@@ -1,14 +1,19 @@
 """One replica of `polyxla run --each` that a signal ends; it saves first if its rank is in the argument."""
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
+from polyxla.plugin import failures, on_interrupt
 from polyxla_testing.processes import wait_for_end_of
 
 FOLDER, RANK = Path(os.environ["FOLDER"]), os.environ["RANK"]
+SAVES = RANK in sys.argv[1]
+interrupted = threading.Event()
 
 
 def save(number: int, _: object) -> None:
@@ -21,12 +26,16 @@ def save(number: int, _: object) -> None:
     sys.exit(0)
 
 
-if RANK in sys.argv[1]:
+if SAVES:
     signal.signal(signal.SIGTERM, save)
     signal.signal(signal.SIGHUP, save)
 try:
-    (FOLDER / f"{RANK}.part").write_text(str(os.getpid()))
-    (FOLDER / f"{RANK}.part").rename(FOLDER / f"{RANK}.pid")
-    time.sleep(600)
+    with on_interrupt(interrupted.set) if SAVES else contextlib.nullcontext():
+        (FOLDER / f"{RANK}.part").write_text(str(os.getpid()))
+        (FOLDER / f"{RANK}.part").rename(FOLDER / f"{RANK}.pid")
+        interrupted.wait(600)
+        # Longer than a replica has that saves nothing.
+        time.sleep(failures.INTERRUPT_GRACE_S + 1)
+        (FOLDER / f"{RANK}-saved").touch()
 finally:
     (FOLDER / f"{RANK}-finally").touch()

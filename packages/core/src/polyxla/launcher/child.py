@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -34,6 +34,8 @@ REPLICA_THREAD = "polyxla-replica"
 """Prefix of the name of each thread that is a replica."""
 _is_interrupted = threading.Event()
 _has_answered = threading.Event()
+_interrupt_handlers: dict[threading.Thread, Callable[[], object]] = {}
+"""What takes a Ctrl-C in the place of the replica that is this thread."""
 
 
 FLUSH_FAILED = 120
@@ -66,21 +68,53 @@ def _take_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
 
-def interrupt() -> None:
-    """Raise KeyboardInterrupt in the replicas of this process, so that their ``finally`` blocks run."""
+@contextlib.contextmanager
+def on_interrupt(handle: Callable[[], object]) -> Iterator[bool]:
+    """Within the block, let a Ctrl-C call `handle` instead of interrupting the replica that is this thread.
+
+    The replica then has `polyxla.launcher.failures.TERMINATION_GRACE_S` to save and end; a second Ctrl-C ends
+    its process.
+
+    Args:
+        handle: called once, in another thread.
+
+    Yields:
+        Whether it may be called: only in a process that a launch started. In any other, Ctrl-C is a signal
+        that the program handles itself.
+    """
+    own = threading.current_thread()
+    _interrupt_handlers[own] = handle
+    try:
+        yield failures.has_parent()
+    finally:
+        _interrupt_handlers.pop(own, None)
+
+
+def interrupt() -> bool:
+    """Interrupt the replicas of this process: by their handlers, or else by KeyboardInterrupt in each.
+
+    Their ``finally`` blocks run. Returns whether there was a handler.
+    """
     if _has_answered.is_set():
         # The request and the answer have crossed: exit functions run now, which are not to be broken off.
-        return
-    _is_interrupted.set()
+        return False
     replicas = _replica_threads()
-    for thread in replicas:
-        # It takes effect once the thread runs Python again.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-        )
-    if not replicas:
-        # A signal, because it ends a sleep too.
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    has_handled = False
+    for thread in replicas or [threading.main_thread()]:
+        if handle := _interrupt_handlers.pop(thread, None):
+            handle()
+            has_handled = True
+            continue
+        _is_interrupted.set()
+        if replicas:
+            # It takes effect once the thread runs Python again.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+            )
+        else:
+            # A signal, because it ends a sleep too.
+            signal.pthread_kill(thread.ident or 0, signal.SIGINT)
+    return has_handled
 
 
 def _record_signals() -> int:

@@ -67,12 +67,12 @@ class ParentLink:
 
     Args:
         pipe: the process's end.
-        interrupt: interrupts the replicas of this process.
+        interrupt: interrupts the replicas of this process, and returns whether they save first.
         take_signal: takes a signal that the launching process has received.
     """
 
     def __init__(
-        self, pipe: Connection, interrupt: Callable[[], None], take_signal: Callable[[int], None]
+        self, pipe: Connection, interrupt: Callable[[], bool], take_signal: Callable[[int], None]
     ) -> None:
         self._pipe, self._interrupt, self._take_signal = pipe, interrupt, take_signal
         self._lock = threading.Lock()
@@ -101,7 +101,8 @@ class ParentLink:
                 if isinstance(request, int):
                     self._take_signal(request)
                 elif request == INTERRUPT:
-                    self._interrupt()
+                    if self._interrupt():
+                        self.send(Message("saves"))
                 else:
                     self.report("position", _own.describe())
         except (EOFError, OSError):
@@ -110,13 +111,14 @@ class ParentLink:
 
 
 def connect(
-    pipe: Connection, interrupt: Callable[[], None], take_signal: Callable[[int], None]
+    pipe: Connection, interrupt: Callable[[], bool], take_signal: Callable[[int], None]
 ) -> ParentLink:
     """Make `pipe` this process's link to its launching process, and answer requests on it.
 
     Args:
         pipe: this process's end.
-        interrupt: called, in a thread, when the launching process passes on a Ctrl-C.
+        interrupt: called, in a thread, when the launching process passes on a Ctrl-C. Returns whether
+            replicas save before they end, for which the launching process then waits longer.
         take_signal: called there with the number of any other signal that the launching process passes on.
     """
     # There is one link in a process: watchdogs in any thread report through it.

@@ -51,7 +51,8 @@ class Message:
     """A message from a replica process.
 
     Attributes:
-        kind: ``hello``, ``replica``, ``answer``, ``stalled`` or ``position``.
+        kind: ``hello``, ``replica``, ``answer``, ``stalled``, ``position``, or ``saves`` if a replica that
+            is interrupted saves before it ends.
         content: for ``replica`` its `Position`; for ``answer`` the packed `Returned` or `Raised`; for
             ``stalled`` its `StallReport`; otherwise text.
     """

@@ -290,6 +290,8 @@ def _interrupt(children: Sequence[ReplicaProcess]) -> None:
                 continue
             if message is not None and message.kind == "answer":
                 waiting.pop(pipe).has_answered = True
+            elif message is not None and message.kind == "saves":
+                deadline = time.monotonic() + failures.TERMINATION_GRACE_S
 
 
 def _terminate(children: Sequence[ReplicaProcess], number: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from polyxla.plugin import private_directory, snapshot
+from polyxla.plugin import on_interrupt, private_directory, snapshot
 from polyxla_training.storage import locate
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -25,12 +25,14 @@ class StopSignal:
     """Records that the process was asked to end, instead of ending it at once.
 
     A context manager, true once a signal was received. The first signal restores the previous handler, which
-    receives a second one: by default, that ends the process. Handlers belong to the main thread; in another
-    thread this installs nothing and stays false.
+    receives a second one: by default, that ends the process. A signal that is ignored stays so. Handlers
+    belong to the main thread: in another one, this receives nothing but the Ctrl-C that a launch passes on to
+    its replicas.
 
     Args:
         signals: the signals to handle; default: SIGTERM.
-        then: called when a signal is received, in the main thread between two of its instructions.
+        then: called when a signal is received, in the main thread between two of its instructions, or in
+            another thread.
 
     Attributes:
         received: the signal that was received, or None.
@@ -41,21 +43,36 @@ class StopSignal:
         self.received: signal.Signals | None = None
         self._signals = signals or (signal.SIGTERM,)
         self._before: dict[signal.Signals, _Handler] = {}
+        self._entered = contextlib.ExitStack()
+        self._is_passed_on = False
 
     def __bool__(self) -> bool:
         return self.received is not None
 
     def __enter__(self) -> Self:
+        if signal.SIGINT in self._signals:
+            handled = on_interrupt(lambda: self._receive(signal.SIGINT, None))
+            self._is_passed_on = self._entered.enter_context(handled)
         # Python allows only the main thread to install handlers; replicas in other threads learn of the
         # signal by the file.
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
-                self._before[number] = signal.signal(number, self._receive)
+                # In a replica's process, the terminal's own Ctrl-C would be a second one.
+                is_passed_on = number is signal.SIGINT and self._is_passed_on
+                if not is_passed_on and signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number in list(self._before):
             self._restore(number)
+        self._entered.close()
+
+    def take_effect(self) -> None:
+        """End the process, or the replica, as the signal demands that was received; SIGTERM without one."""
+        if self.received is signal.SIGINT and self._is_passed_on:
+            raise KeyboardInterrupt
+        signal.raise_signal(self.received or signal.SIGTERM)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # This must not take a lock: it interrupts the main thread, which may hold it.
@@ -66,7 +83,7 @@ class StopSignal:
             self._then()
 
     def _restore(self, number: signal.Signals) -> None:
-        before = self._before.pop(number)
+        before = self._before.pop(number, None)
         # A handler that was installed since then stays. None stands for a handler that was not installed from
         # Python, and which Python cannot restore.
         if signal.getsignal(number) == self._receive and before is not None:
@@ -98,7 +115,8 @@ def forward_signals(checkpoint_dir: str | os.PathLike[str] | None) -> Iterator[S
     """Within the block, make the first SIGTERM or Ctrl-C stop the replicas after a checkpoint.
 
     A file carries the request: it reaches replicas in threads and in processes. A second signal does what it
-    does without the block. Outside the main thread, or without a directory, so does the first one.
+    does without the block. Without a directory, so does the first one; outside the main thread, it is
+    received only if a launch passes it on.
 
     Yields:
         What holds the signal that was received.
@@ -118,7 +136,11 @@ def forward_signals(checkpoint_dir: str | os.PathLike[str] | None) -> Iterator[S
 
 def _request_stop(file: Path, stop: StopSignal) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch()
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        # Another replica of this host has received the signal, too, and has said so.
+        return
     if stop.received is signal.SIGINT:
         # os.write instead of print(): this may have interrupted a print(), whose lock it would wait for.
         os.write(2, INTERRUPTED)
