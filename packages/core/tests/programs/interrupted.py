@@ -47,10 +47,14 @@ if __name__ == "__main__":
     if os.environ["MOMENT"] == "program-imports":
         (FOLDER / "program-imports").touch()
         time.sleep(60)
-    from polyxla.launcher.processes import run_processes
+    from polyxla.launcher import failures, processes
+
+    if os.environ["MOMENT"] != "replicas-exit":
+        # Nothing waits for processes that could end at once: the test would not wait so long.
+        failures.INTERRUPT_GRACE_S = processes.STOP_GRACE_S = 600.0
 
     (FOLDER / "slow_to_import.py").write_text(SLOW)
     sys.path.insert(0, str(FOLDER))
     environs = [dict(os.environ)] * 2
     job = Job(print, (), "none", (0, 1), dict(os.environ), Setting(None, "default"), main=run)
-    run_processes(job, range(2), environs, method="forkserver", preload=["slow_to_import"])
+    processes.run_processes(job, range(2), environs, method="forkserver", preload=["slow_to_import"])
