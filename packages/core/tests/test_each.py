@@ -17,7 +17,7 @@ import pytest
 
 from polyxla import UsageError
 from polyxla.cli.run import _run_program
-from polyxla.plugin import Job, Setting
+from polyxla.plugin import POLYXLA_SECRET, Job, Setting, free_ports, tpu_env
 from polyxla_testing import PluginInstaller
 from polyxla_testing.processes import wait_for_end_of, wait_for_files
 
@@ -157,6 +157,52 @@ def test_a_signal_to_the_command_or_its_group_reaches_each_replica_once(
             os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, said) == (code, text)
     assert sorted(path.name for path in tmp_path.glob("*-*")) == left
+
+
+MONITORED = """
+    from polyxla.tpu.monitor.server import monitored
+
+    with monitored(["127.0.0.1", "127.0.0.2"], int(job.environ["HOST"]), job.environ) as found:
+        return run_processes(job, range(len(job.devices)), [{**own, **found} for own in environs])
+"""
+WATCHED = """
+    from os import environ
+    from time import monotonic_ns
+
+    from polyxla.tpu.monitor.replica_watch import watch_replicas
+
+    # Its programs end all the time, so that it never waits.
+    watch_replicas(environ, type("Probe", (), {"ended": lambda _: monotonic_ns(), "wait": lambda _: None}))
+"""
+
+
+def test_a_host_saves_although_another_has_ended_by_the_same_signal(
+    tmp_path: Path, install_plugin: PluginInstaller
+) -> None:
+    code = (PROGRAMS / "bare_runtime.py").read_text()
+    code = code.replace("    return run_processes(job, range(len(job.devices)), environs)\n", MONITORED)
+    install_plugin("hosts", code.replace("    bare = Bare()\n", f"    bare = Bare()\n{WATCHED}"))
+    command = [sys.executable, "-m", "polyxla", "run", "--runtime", "hosts", "--each", "--devices", "1"]
+    shared = {**os.environ, POLYXLA_SECRET: "of one job", tpu_env.POLYXLA_MONITOR_PORT: str(free_ports(1)[0])}
+    folders = [tmp_path / "0", tmp_path / "1"]
+    hosts: list[subprocess.Popen[str]] = []
+    try:
+        for number, folder in enumerate(folders):
+            folder.mkdir()
+            script = [str(PROGRAMS / "each_signalled.py"), "0" if number == 0 else ""]
+            environ = {**shared, "HOST": str(number), "FOLDER": str(folder)}
+            hosts.append(
+                subprocess.Popen([*command, *script], env=environ, stderr=subprocess.PIPE, text=True)
+            )
+        wait_for_files(*(folder / "0.pid" for folder in folders))
+        for host in hosts:
+            host.send_signal(signal.SIGTERM)
+        said = [host.communicate(timeout=TIMEOUT_S)[1] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [-signal.SIGTERM] * 2, said
+    assert (folders[0] / "0-saved").exists()
 
 
 def test_on_several_hosts_the_user_says_where_the_store_is(install_plugin: PluginInstaller) -> None:

@@ -20,7 +20,7 @@ def save(number: int, _: object) -> None:
     # As a second signal usually does, it would end the program, before it has saved.
     signal.signal(number, signal.SIG_DFL)
     time.sleep(1)
-    if sys.argv[1] == "0":
+    if (FOLDER / "1.pid").exists() and sys.argv[1] == "0":
         wait_for_end_of([int((FOLDER / "1.pid").read_text())])
     (FOLDER / f"{RANK}-saved").touch()
     sys.exit(0)

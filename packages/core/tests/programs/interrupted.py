@@ -51,7 +51,7 @@ if __name__ == "__main__":
 
     if os.environ["MOMENT"] != "replicas-exit":
         # Nothing waits for processes that could end at once: the test would not wait so long.
-        failures.INTERRUPT_GRACE_S = processes.STOP_GRACE_S = 600.0
+        failures.INTERRUPT_GRACE_S = processes.STOP_GRACE_S = 600.0  # type: ignore[attr-defined]
 
     (FOLDER / "slow_to_import.py").write_text(SLOW)
     sys.path.insert(0, str(FOLDER))

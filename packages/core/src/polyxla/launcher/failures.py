@@ -99,6 +99,7 @@ class ParentLink:
             while True:
                 request: str | int = self._pipe.recv()
                 if isinstance(request, int):
+                    _own.told_to_end = True
                     self._take_signal(request)
                 elif request == INTERRUPT:
                     if self._interrupt():
@@ -133,6 +134,11 @@ def connect(
 def has_parent() -> bool:
     """Return whether a launching process started this one for its replicas and waits for its answer."""
     return _own.link is not None
+
+
+def told_to_end() -> bool:
+    """Return whether the launching process has passed on a signal, after which replicas may save and end."""
+    return _own.told_to_end
 
 
 def describe_with(describe: Callable[[], str]) -> None:
@@ -224,6 +230,7 @@ class _ReplicaState:
     link: ParentLink | None = None
     cause: PolyxlaError | None = None
     cause_follows: bool = False
+    told_to_end: bool = False
     describe: Callable[[], str] = stacks
 
 

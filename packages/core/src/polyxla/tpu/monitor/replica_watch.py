@@ -132,7 +132,10 @@ class ProcessWatch:
 
     def _obey(self, message: Message) -> None:
         if message.pop("kind") == "failed":
-            failures.give_up(HostFailure(**message).error())
+            # A signal to all hosts ends them one after the other, and this one may still save.
+            if not failures.told_to_end():
+                failures.give_up(HostFailure(**message).error())
+            return
         # Only a process with a waiting replica reports: the launching process asks all others for their
         # position.
         if any(ordinal in self._watches for ordinal in message["waiting"]):
