@@ -370,10 +370,10 @@ def monitored(
     try:
         yield {env.POLYXLA_MONITOR: monitor.address}
     except BaseException as error:
-        # This host's error, unless it is a signal, may only follow from another host's, whose notice takes a
-        # moment to arrive.
-        notice_s = NOTICE_S if len(names) > 1 else 0.0
-        if isinstance(error, Exception) and (cause := monitor.wait_for_failure(notice_s)):
+        # This host's error may only follow from another host's, whose notice takes a moment to arrive; a
+        # signal that it has received does not.
+        cause = monitor.wait_for_failure(NOTICE_S if len(names) > 1 else 0.0)
+        if cause and isinstance(error, Exception):
             raise cause.error() from None
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         failure = HostFailure(own, _exit_code(error), f"{hosts.named(own)} failed: {text}")
