@@ -15,7 +15,7 @@ from polyxla import UsageError
 from polyxla.plugin import POLYXLA_SECRET, printable, sealed, unsealed
 from polyxla_xrt import env
 from polyxla_xrt.client.attendance import Attendance, attend
-from polyxla_xrt.client.probe import ANSWER_S, look, proxies
+from polyxla_xrt.client.probe import BUSY_S, look, proxies
 from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.errors import (
     MeshConnectError,
@@ -101,7 +101,7 @@ class MeshClient:
         world_size: int,
         secret: str,
         *,
-        connect_wait_s: float = ANSWER_S,
+        connect_wait_s: float = BUSY_S,
         environ: Mapping[str, str] = MappingProxyType({}),
         protocol: int = PROTOCOL,
     ) -> None:

@@ -15,8 +15,8 @@ PROBE_S = 0.4
 ANSWER_S = 2.5
 """Longest wait for a service's first answer, in seconds: an error comes within 5 s even on a busy host."""
 BUSY_S = 20.0
-"""Longest wait for the first answer of a server that speaks HTTP/2, in seconds: a worker's new process
-imports much, and so answers late on a busy host."""
+"""Longest wait for the first answer of a mesh service, or of a worker that speaks HTTP/2, in seconds. On a
+busy host, its process may answer late, because it still imports much."""
 RETRY_S = 0.1
 """Pause before the next attempt if nothing listens, in seconds."""
 SILENT = "something accepts connections there and never answers"
