@@ -71,7 +71,7 @@ def test_chips_that_another_job_holds_are_an_error(drivers: Drivers) -> None:
 def test_a_lost_node_is_named_and_a_retry_waits_for_the_one_that_replaces_it(
     drivers: Drivers, cluster: RayCluster
 ) -> None:
-    process = drivers.start_run("--lost-after", "5", "--retry", "1", "--", sys.executable, SLEEPER)
+    process = drivers.start_run("--lost-after", "60", "--retry", "1", "--", sys.executable, SLEEPER)
     pids = drivers.pids(4)
     cluster.order("remove 1")
     cluster.order("add 1")
