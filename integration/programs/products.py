@@ -83,7 +83,7 @@ def _with_gradients(
     replica: Replica, product: Callable[..., Any], shapes: list[tuple[int, ...]]
 ) -> list[Tensor]:
     torch.manual_seed(0)
-    operands = [replica.to_device(torch.randn(shape)).requires_grad_() for shape in shapes]
+    operands: list[Any] = [replica.to_device(torch.randn(shape)).requires_grad_() for shape in shapes]
     result = product(*operands)
     result.backward(replica.to_device(torch.randn(result.shape)))
     return [result.detach().cpu(), *(operand.grad.cpu() for operand in operands)]

@@ -122,7 +122,7 @@ def _echo(replica: Replica, value: str) -> str:
 def _is_on_device(replica: Replica) -> bool:
     import torch
 
-    moved = replica.to_device({"one": [torch.ones(2)], "name": "kept"})
+    moved: Any = replica.to_device({"one": [torch.ones(2)], "name": "kept"})
     assert moved["name"] == "kept"
     return bool(moved["one"][0].device.type == replica.device.type)
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -24,9 +24,11 @@ from polyxla.replica.replica import Replica
 from polyxla.selection import Selection, find_precision, pick_devices, select_once
 from polyxla.tracebacks import Folded
 
+Result = TypeVar("Result")
+
 
 def launch(
-    train_fn: Callable[..., Any],
+    train_fn: Callable[..., Result],
     args: Sequence[Any] = (),
     *,
     runtime: str | None = None,
@@ -35,7 +37,7 @@ def launch(
     precision: str | int | Precision | None = None,
     start_method: StartMethod = "auto",
     pod: str | None = None,
-) -> list[Any]:
+) -> list[Result]:
     """Run ``train_fn(replica, *args)`` in every replica and wait for all of them.
 
     Arguments that are left out are taken from the environment (``POLYXLA_RUNTIME``, ``POLYXLA_DEVICES``,

@@ -11,7 +11,7 @@ import operator
 import pickle
 import statistics
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polyxla.contracts.replication import ReduceOp, Replication, World
 from polyxla.errors import DisagreementError
@@ -19,6 +19,8 @@ from polyxla.pytree import is_tensor
 
 if TYPE_CHECKING:
     import torch
+
+Value = TypeVar("Value")
 
 
 class Collectives:
@@ -57,9 +59,10 @@ class Collectives:
         """Whether this is ordinal 0, which prints and writes for all replicas."""
         return self.ordinal == 0
 
-    def to_device(self, value: Any) -> Any:
+    def to_device(self, value: Value) -> Value:
         """Return the pytree `value` with every tensor on the device."""
-        return self._replication.to_device(value)
+        moved: Value = self._replication.to_device(value)
+        return moved
 
     def sync(self, wait: bool = False) -> None:
         """Submit pending work to the device; with `wait`, block until it is done."""
@@ -98,15 +101,17 @@ class Collectives:
         self.sync()
         return result if self.ordinal == destination else None
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Value) -> list[Value]:
         """Return every replica's `value` in ordinal order.
 
         Args:
             value: a tensor (same shape and dtype everywhere), or any object that pickles.
         """
-        if is_tensor(value):
-            return self._replication.all_gather(value)
-        return self._gather("all_gather", "an object", value)
+        if not is_tensor(value):
+            return self._gather("all_gather", "an object", value)
+        tensor: Any = value
+        gathered: list[Any] = self._replication.all_gather(tensor)
+        return gathered
 
     def _gather(self, call: str, what: str, value: Any) -> list[Any]:
         """Return every replica's object.

@@ -6,7 +6,7 @@ import builtins
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
@@ -20,6 +20,8 @@ from polyxla.replica.loader import Loader, ReadOptions
 
 if TYPE_CHECKING:
     import torch
+
+AnyModule = TypeVar("AnyModule", bound="torch.nn.Module")
 
 
 class Replica(Collectives):
@@ -141,11 +143,11 @@ class Replica(Collectives):
 
     def setup(
         self,
-        module: torch.nn.Module,
+        module: AnyModule,
         *optimizers: torch.optim.Optimizer,
         same: bool = True,
         mesh: Mapping[str, int] | None = None,
-    ) -> torch.nn.Module:
+    ) -> AnyModule:
         """Move `module` to the device, in the precision policy's dtypes.
 
         Tied parameters stay tied. If the replicas' parameters differ, all take ordinal 0's and a warning is
@@ -159,6 +161,9 @@ class Replica(Collectives):
             mesh: size of each dimension by the name of what it divides, such as ``{"fsdp": 4}`` or
                 ``{"fsdp": 2, "tp-plan": 2}``, as in docs/sharding.md; default: every replica has all of the
                 parameters. Parameters on the meta device are initialised.
+
+        Returns:
+            `module` itself, unless the policy replaces it.
 
         Raises:
             UsageError: a lazy layer has no parameters yet, or an optimizer holds a parameter of another
@@ -175,13 +180,14 @@ class Replica(Collectives):
         # Before the policy converts the module: rounding could hide a difference.
         mismatch = consistency.find_mismatch(self, module) if same and is_made else ""
         try:
-            module = self.precision.convert_module(module)
+            converted: Any = self.precision.convert_module(module)
         except ValueError as error:
             raise UsageError(
                 str(error),
                 where=f"precision {self.precision.name}",
                 fix="Change the policy's arguments, or choose another policy.",
             ) from error
+        module = converted
         if mesh is not None:
             self._shard(module, optimizers, mesh, take_first=bool(mismatch))
         else:
