@@ -108,6 +108,28 @@ def test_an_optimizer_of_another_module_is_refused() -> None:
     )
 
 
+def _steps_with_a_layer(replica: Replica) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    # Written as for Lightning's Fabric, and two layers can be unpacked.
+    _, optimizer = replica.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    replica.step(optimizer)  # type: ignore[arg-type]
+
+
+def _sets_up_a_loader(replica: Replica) -> None:
+    replica.setup(_Net(1.0), [torch.ones(1)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("train", "kind"), [(_steps_with_a_layer, "Linear"), (_sets_up_a_loader, "list")])
+def test_what_is_not_an_optimizer_is_refused(train: Callable[..., None], kind: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        _everywhere(train, 1)
+    assert str(caught.value) == (
+        f"{kind} is not an optimizer (from replica.setup or replica.step). "
+        "Write model = replica.setup(model, optimizer), which returns the module alone and changes the "
+        "optimizer in place. Loaders go to replica.loader."
+    )
+
+
 class _Doubling(UnchangedPrecision):
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         return module.double()

@@ -82,8 +82,21 @@ def check_owner(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimi
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return the parameters of all groups of `optimizer`."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return the parameters of all groups of `optimizer`.
+
+    Raises:
+        UsageError: it is not an optimizer.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        # Lightning's Fabric and Accelerate return the optimizers, too; two layers can be unpacked as well.
+        raise UsageError(
+            f"{type(optimizer).__name__} is not an optimizer",
+            where="replica.setup or replica.step",
+            fix="Write model = replica.setup(model, optimizer), which returns the module alone and changes "
+            "the optimizer in place. Loaders go to replica.loader.",
+        )
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def parameters_of(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
