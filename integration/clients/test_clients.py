@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from polyxla.replica.other_names import OTHER_NAMES
+
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 500
 EPOCHS = 6
@@ -102,3 +104,13 @@ def test_a_client_trains_and_resumes_on_an_emulated_tpu(
     # The resumed run ends as if it had never stopped.
     assert resumed.pop("weight") == pytest.approx(whole.pop("weight"), rel=1e-4)
     assert resumed == {**whole, "first_step": whole["steps"] // 2}
+
+
+def test_each_name_of_accelerates_that_an_error_explains_exists_there() -> None:
+    from accelerate import Accelerator
+    from lightning.fabric import Fabric
+
+    names = {name for name in OTHER_NAMES if not hasattr(Fabric, name)}
+    assert names, "the names of Accelerate's"
+    # `sync_gradients` and the like are set in its objects.
+    assert [name for name in sorted(names) if not hasattr(Accelerator, name)] == []

@@ -66,6 +66,15 @@ def test_a_replica_forwards_to_the_runtime(monkeypatch: pytest.MonkeyPatch) -> N
     assert waits == [True]
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"), [("backward", ": write loss.backward()"), ("prepare_modle", ""), ("is_frist", "")]
+)
+def test_a_method_of_another_library_is_an_error_that_says_what_to_write(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        _everywhere(lambda replica: getattr(replica, name), 1)
+    assert str(caught.value) == f"'Replica' object has no attribute {name!r}{instead}"
+
+
 BATCHES = [torch.tensor([float(index)]) for index in range(8)]
 EVERY_NTH = (Path(__file__).parent / "programs" / "every_nth_sampler.py").read_text()
 

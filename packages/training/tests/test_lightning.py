@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyxla import UsageError
+from polyxla import UsageError, launch
+from polyxla.replica.other_names import OTHER_NAMES
 from polyxla_training import Trainer
 
 pytestmark = pytest.mark.usefixtures("fake_replicas")
@@ -166,3 +167,12 @@ def test_a_lightning_module_without_any_data_is_refused() -> None:
         "there is nothing to train on (from Trainer.fit). "
         "Pass the train loader, or write train_dataloader in the module."
     )
+
+
+def test_each_name_of_lightnings_fabric_is_the_replicas_or_its_error_says_what_to_write() -> None:
+    from lightning.fabric import Fabric
+
+    names = {name for name in dir(Fabric) if not name.startswith("_")}
+    (own,) = launch(lambda replica: set(dir(replica)), runtime="fake", devices=1)
+    assert names <= own | set(OTHER_NAMES)
+    assert not own & set(OTHER_NAMES)

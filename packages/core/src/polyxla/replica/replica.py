@@ -69,6 +69,17 @@ class Replica(Collectives):
         self._is_synced = False
         self._checked: list[Any] = []
 
+    # Type checkers would take every name for an attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what an attribute of Lightning's Fabric or of Accelerate is called here."""
+            from polyxla.replica.other_names import OTHER_NAMES
+
+            instead = f": write {OTHER_NAMES[name]}" if name in OTHER_NAMES else ""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{instead}"
+            raise AttributeError(text, name=name, obj=self)
+
     def add_listener(self, listener: object) -> None:
         """Register an object whose methods implement hooks (`polyxla.hookimpl`).
 
