@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -251,15 +252,29 @@ def test_an_lstm_of_many_steps_has_the_gradients_of_the_cpu() -> None:
     assert_lstm_is_right("pjrt")
 
 
-def test_interpolate_takes_its_scale_from_the_sizes() -> None:
-    x = VALUES.reshape(1, 1, 2, 3)
-    expected, given = (
-        F.interpolate(x, scale_factor=1.7, mode="bilinear", recompute_scale_factor=recompute)
-        for recompute in (True, False)
-    )
-    found = F.interpolate(x.to("xla"), scale_factor=1.7, mode="bilinear").cpu()
-    torch.testing.assert_close(found, expected)
-    assert difference([found], [given], TOLERANCE)
+def interpolated(x: torch.Tensor, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the interpolation of a batch, and the gradient of a weighted sum of it."""
+    x = x.detach().requires_grad_()
+    found = F.interpolate(x, **options)
+    (found * torch.arange(found.numel(), dtype=x.dtype).reshape(found.shape).to(x.device)).sum().backward()
+    assert x.grad is not None
+    return [found.detach().cpu(), x.grad.cpu()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize(
+    "options",
+    [{"scale_factor": 1.7}, {"scale_factor": (0.6, 2)}, {"scale_factor": 2}, {"size": (8, 3)}],
+    ids=["up", "down", "whole", "size"],
+)
+def test_interpolate_is_as_on_the_cpu(options: dict[str, Any], mode: str, dtype: torch.dtype) -> None:
+    x = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = interpolated(x, {**options, "mode": mode})
+    found = interpolated(x.to("xla"), {**options, "mode": mode})
+    # Of sizes, torch_xla interpolates bfloat16 in bfloat16.
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.long
