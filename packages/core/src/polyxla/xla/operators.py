@@ -1,0 +1,371 @@
+"""Operators that torch_xla 2.9.0 computes wrongly, without an error, replaced also on a real TPU. Heavy.
+
+docs/operators.md lists them. Where torch_xla says something wrong of a result, such as its shape, what is
+computed from it is wrong. The functions here make no views: within an operator, torch_xla's views of views
+are wrong. The operators that copy are the same in XLA's program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+_KEY = "XLA"
+_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype")
+_library = torch.library.Library("aten", "IMPL")
+
+
+def replace_operators() -> None:
+    """Compute the operators as torch does, from now on."""
+    with warnings.catch_warnings():
+        # torch reports that an operator is replaced.
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        _library.impl("elu", _elu, _KEY)
+        _library.impl("elu_backward", _elu_backward, _KEY)
+        _library.impl("celu", _celu, _KEY)
+        for name in ("selu", "selu_"):
+            # Both fall through to elu. Without this, torch warns that gradients may be wrong.
+            _library.impl(name, torch.library.fallthrough_kernel, f"Autograd{_KEY}")
+        for name in _NORMS:
+            _replace(name, _norm)
+        for dims in (2, 3):
+            _replace(f"avg_pool{dims}d", functools.partial(_avg_pool, dims=dims))
+            _replace(f"max_pool{dims}d", functools.partial(_max_pool, dims=dims), f"Autograd{_KEY}")
+            _replace(
+                f"max_pool{dims}d_with_indices_backward", functools.partial(_max_pool_backward, dims=dims)
+            )
+        _replace("nll_loss_forward", _nll_loss)
+        _replace("nll_loss_backward", _nll_loss_backward)
+        for name in ("amax", "amin"):
+            _replace(name, _extreme)
+        _replace("_linalg_svd", _svd)
+        _replace("linalg_inv_ex", _inverse)
+        for name in ("count_nonzero", "count_nonzero.dim_IntList"):
+            _replace(name, _count_nonzero)
+        _replace("_pdist_forward", _pdist)
+        _replace("as_strided_scatter", _as_strided_scatter)
+        _replace("diagonal_copy", _diagonal)
+        _replace("diagonal_scatter", _diagonal_scatter)
+        for mode in ("nearest2d", "bilinear2d"):
+            is_nearest = mode == "nearest2d"
+            _replace(f"upsample_{mode}", functools.partial(_interpolated, is_nearest=is_nearest))
+            gradient = functools.partial(_interpolated_backward, is_nearest=is_nearest)
+            _replace(f"upsample_{mode}_backward", gradient)
+
+
+def _replace(name: str, function: Callable[..., Any], key: str = _KEY) -> None:
+    """Replace an operator by a function that gets what torch_xla computes as its first argument."""
+    kernel = torch.library.get_kernel(f"aten::{name}", key)
+
+    def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(lambda *own, **named: kernel.call_boxed(keys, *own, **named), *args, **kwargs)
+
+    _library.impl(name, replaced, key, with_keyset=True)
+
+
+def _elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
+    return torch.where(x <= 0, torch.expm1(x * input_scale) * (alpha * scale), x * scale)
+
+
+def _celu(x: torch.Tensor, alpha: float = 1) -> torch.Tensor:
+    return _elu(x, alpha, 1, 1 / alpha)
+
+
+def _elu_backward(
+    gradient: torch.Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: torch.Tensor
+) -> torch.Tensor:
+    low = alpha * scale
+    below = (x + low if is_result else torch.exp(x * input_scale) * low) * input_scale
+    return gradient * torch.where(x <= 0, below, scale)
+
+
+def _norm(
+    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, p: float | None = 2, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    if p is None or math.isfinite(p):
+        return of_torch_xla(x, p, *args, **kwargs)
+    dim, keepdim = [*args, None, False][:2]
+    # Norms over all dimensions are written as norms over none of them.
+    norm: torch.Tensor = torch.linalg.vector_norm(x, p, dim or None, bool(keepdim), **kwargs)
+    return norm
+
+
+def _avg_pool(
+    of_torch_xla: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    strides: Sequence[int] = (),
+    paddings: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor: int | None = None,
+    *,
+    dims: int,
+) -> torch.Tensor:
+    if divisor is None:
+        return of_torch_xla(x, sizes, strides, paddings, ceil_mode, count_include_pad, divisor)
+    # Pad until every window is whole: the mean is then the sum divided by the window's size.
+    # torch accepts a single number for all dimensions.
+    options = (sizes, strides or sizes, paddings)
+    sizes, strides, paddings = ([*numbers] * (dims // len(numbers)) for numbers in options)
+    margins: list[int] = []
+    for length, size, stride, padding in zip(x.shape[-dims:], sizes, strides, paddings, strict=True):
+        room = length + 2 * padding - size
+        last = -(-room // stride) if ceil_mode else room // stride
+        # No window may begin beyond the input.
+        last -= last * stride >= length + padding
+        margins = [padding, padding + max(0, last * stride - room), *margins]
+    means = of_torch_xla(F.pad(x, margins), sizes, strides, [0], False, True, None)
+    return means * (math.prod(sizes) / divisor)
+
+
+def _max_pool(
+    of_torch_xla: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    strides: Sequence[int] = (),
+    paddings: Sequence[int] = (0,),
+    dilations: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+    *,
+    dims: int,
+) -> torch.Tensor:
+    if all(dilation == 1 for dilation in dilations):
+        return of_torch_xla(x, sizes, strides, paddings, dilations, ceil_mode)
+    with_indices = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices")
+    values: torch.Tensor = with_indices(x, sizes, strides, paddings, dilations, ceil_mode)[0]
+    return values
+
+
+def _max_pool_backward(
+    of_torch_xla: Callable[..., torch.Tensor],
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    paddings: Sequence[int],
+    dilations: Sequence[int],
+    ceil_mode: bool,
+    indices: torch.Tensor,
+    *,
+    dims: int,
+) -> torch.Tensor:
+    if all(dilation == 1 for dilation in dilations):
+        return of_torch_xla(gradient, x, sizes, strides, paddings, dilations, ceil_mode, indices)
+    # The indices count the elements of an image.
+    images = x.new_zeros([*x.shape[:-dims], math.prod(x.shape[-dims:])])
+    flat = [*gradient.shape[:-dims], math.prod(gradient.shape[-dims:])]
+    indices, gradient = torch.view_copy(indices, flat), torch.view_copy(gradient, flat)
+    return torch.view_copy(images.scatter_add(-1, indices, gradient), x.shape)
+
+
+def _nll_loss(
+    of_torch_xla: Callable[..., Any], x: torch.Tensor, target: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.dim() > 1:
+        loss, weight = of_torch_xla(x, target, *options)
+    else:
+        # torch_xla reads the classes where it has the records, and ends the process.
+        loss, weight = of_torch_xla(_batch_of(x), _batch_of(target), *options)
+        loss = torch.view_copy(loss, [])
+    return loss, weight
+
+
+def _nll_loss_backward(
+    of_torch_xla: Callable[..., torch.Tensor],
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    *options: Any,
+) -> torch.Tensor:
+    if x.dim() > 1:
+        return of_torch_xla(gradient, x, target, weight, reduction, *options)
+    gradient = gradient if reduction else _batch_of(gradient)
+    found = of_torch_xla(gradient, _batch_of(x), _batch_of(target), weight, reduction, *options)
+    return torch.view_copy(found, x.shape)
+
+
+def _batch_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.unsqueeze_copy(x, 0)
+
+
+def _extreme(
+    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False
+) -> torch.Tensor:
+    if x.dim() == 0:
+        return x.clone()
+    return of_torch_xla(x, dim or [*range(x.dim())], keepdim)
+
+
+def _svd(
+    of_torch_xla: Callable[..., Any],
+    x: torch.Tensor,
+    full_matrices: bool = False,
+    compute_uv: bool = True,
+    *,
+    driver: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    u, s, vh = of_torch_xla(x, full_matrices, compute_uv, driver=driver)
+    if x.dim() > 2:
+        # Of several matrices, torch_xla transposes the first two dimensions of V, and takes the singular
+        # values for those of one matrix. In XLA's program, the expansion changes nothing.
+        s = torch.expand_copy(s, [*x.shape[:-2], *s.shape])
+        vh = torch.transpose_copy(torch.transpose_copy(vh, 0, 1), -2, -1) if compute_uv else vh
+    return u, s, vh
+
+
+def _inverse(
+    of_torch_xla: Callable[..., Any], x: torch.Tensor, *options: Any, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inverse, _ = of_torch_xla(x, *options, **named)
+    # One number for each matrix. XLA does not say whether it has an inverse.
+    return inverse, torch.zeros(x.shape[:-2], dtype=torch.int32, device=x.device)
+
+
+def _count_nonzero(
+    _: Callable[..., torch.Tensor], x: torch.Tensor, dim: int | list[int] | None = None
+) -> torch.Tensor:
+    return (x != 0).sum(None if dim == [] else dim)
+
+
+def _pdist(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, p: float = 2) -> torch.Tensor:
+    if p != 0 and math.isfinite(p):
+        return of_torch_xla(x, p)
+    first, second = (indices.to(x.device) for indices in torch.triu_indices(len(x), len(x), 1))
+    between = (x.index_select(0, first) - x.index_select(0, second)).abs()
+    return between.amax(-1) if p else (between != 0).sum(-1).to(x.dtype)
+
+
+def _as_strided_scatter(
+    _: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    source: torch.Tensor,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    offset: int | None = None,
+) -> torch.Tensor:
+    places = torch.tensor(offset or 0)
+    for size, stride in zip(sizes, strides, strict=True):
+        places = places[..., None] + torch.arange(size) * stride
+    flat, values = torch.view_copy(x, [x.numel()]), torch.view_copy(source, [source.numel()])
+    return torch.view_copy(flat.index_copy(0, places.flatten().to(x.device), values), x.shape)
+
+
+def _diagonal(
+    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:
+    return of_torch_xla(torch.permute_copy(x, _with_last(x.dim(), dim1, dim2)), offset, -2, -1)
+
+
+def _diagonal_scatter(
+    of_torch_xla: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    diagonal: torch.Tensor,
+    offset: int = 0,
+    dim1: int = 0,
+    dim2: int = 1,
+) -> torch.Tensor:
+    dims = _with_last(x.dim(), dim1, dim2)
+    found = of_torch_xla(torch.permute_copy(x, dims), diagonal, offset, -2, -1)
+    return torch.permute_copy(found, [dims.index(dim) for dim in range(x.dim())])
+
+
+def _with_last(rank: int, dim1: int, dim2: int) -> list[int]:
+    """Return the dimensions in an order in which these two are the last."""
+    last = [dim1 % rank, dim2 % rank]
+    return [*(dim for dim in range(rank) if dim not in last), *last]
+
+
+def _interpolated(
+    of_torch_xla: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    *options: Any,
+    is_nearest: bool,
+) -> torch.Tensor:
+    scales = _own_scales(x.shape[2:], sizes, options, is_nearest)
+    if scales is None:
+        return of_torch_xla(x, sizes, *options)
+    if is_nearest:
+        for dim, size, scale in zip((2, 3), sizes, scales, strict=True):
+            x = x.index_select(dim, _nearest(x.shape[dim], size, scale).to(x.device))
+        return x
+    result = x.to(_exact(x))
+    for dim, size, scale in zip((2, 3), sizes, scales, strict=True):
+        taps = _linear(x.shape[dim], size, scale, result, dim)
+        low, high = (result.index_select(dim, i) * weight for i, weight in taps)
+        result = low + high
+    return result.to(x.dtype)
+
+
+def _interpolated_backward(
+    of_torch_xla: Callable[..., torch.Tensor],
+    gradient: torch.Tensor,
+    sizes: Sequence[int],
+    shape: Sequence[int],
+    *options: Any,
+    is_nearest: bool,
+) -> torch.Tensor:
+    scales = _own_scales(shape[2:], sizes, options, is_nearest)
+    if scales is None:
+        return of_torch_xla(gradient, sizes, shape, *options)
+    result = gradient.to(_exact(gradient))
+    for dim, size, scale in zip((2, 3), sizes, scales, strict=True):
+        if is_nearest:
+            parts = [(_nearest(shape[dim], size, scale).to(result.device), result)]
+        else:
+            taps = _linear(shape[dim], size, scale, result, dim)
+            parts = [(i, result * weight) for i, weight in taps]
+        result = result.new_zeros([*result.shape[:dim], shape[dim], *result.shape[dim + 1 :]])
+        for i, part in parts:
+            result = result.index_add(dim, i, part)
+    return result.to(gradient.dtype)
+
+
+def _own_scales(
+    shape: Sequence[int], sizes: Sequence[int], options: Sequence[Any], is_nearest: bool
+) -> tuple[float, float] | None:
+    """Return ``scale_factor`` for both dimensions, if it is another than the ratio of the sizes."""
+    # torch leaves out arguments at the end that are None.
+    aligns_corners, down, across = [*([False] if is_nearest else []), *options, None, None][:3]
+    if aligns_corners or not down or not across or [shape[0] * down, shape[1] * across] == [*sizes]:
+        return None
+    return down, across
+
+
+def _exact(x: torch.Tensor) -> torch.dtype:
+    """Return the type in which torch interpolates."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _nearest(length: int, size: int, scale: float) -> torch.Tensor:
+    """Return the index of the input for each element along a dimension, on the host, where torch rounds.
+
+    Source: torch 2.9, ``aten/src/ATen/native/UpSample.h``.
+    """
+    ratio = torch.tensor(1 / scale, dtype=torch.float32)
+    return (torch.arange(size) * ratio).floor().long().clamp(max=length - 1)
+
+
+def _linear(
+    length: int, size: int, scale: float, like: torch.Tensor, dim: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the indices of both neighbours of each element along a dimension, with their weights.
+
+    Source: torch 2.9, ``aten/src/ATen/native/UpSample.h``.
+    """
+    ratio = torch.tensor(1 / scale, dtype=like.dtype)
+    there = ((torch.arange(size) + 0.5) * ratio - 0.5).clamp(min=0)
+    low = there.floor().long().clamp(max=length - 1)
+    high = (low + 1).clamp(max=length - 1)
+    # In a shape that fits a batch of images.
+    weight = (there - low).clamp(0, 1).reshape([-1, 1] if dim == 2 else [-1])
+    return [(i.to(like.device), part.to(like.device)) for i, part in ((low, 1 - weight), (high, weight))]
