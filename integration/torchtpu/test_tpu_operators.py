@@ -70,6 +70,20 @@ def test_a_negated_view_has_its_sign() -> None:
     torch.testing.assert_close(found, _negated(None))
 
 
+def _celu(replica: Replica | None) -> list[torch.Tensor]:
+    x = torch.tensor([-3.0, -0.1, 0.0, 0.5, 200.0])
+    x = (replica.to_device(x) if replica else x).requires_grad_()
+    y = F.celu(x, 2.0)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return [part.cpu() for part in (y.detach(), F.celu(x.detach() * 1, 0.5, inplace=True), x.grad)]
+
+
+def test_celu_with_an_alpha_keeps_what_is_above_zero() -> None:
+    (found,) = polyxla.launch(_celu, devices=1, runtime="torchtpu")
+    torch.testing.assert_close(found, _celu(None))
+
+
 def _normalised(replica: Replica | None) -> torch.Tensor:
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)) + 1000
     return F.layer_norm(replica.to_device(x) if replica else x, (5,)).cpu()

@@ -202,8 +202,12 @@ def replace_operators() -> None:
 
     In torch, ``z.conj().imag`` is a view of the memory with the opposite sign, which becomes numbers by
     ``clone`` and ``copy_``. Those of TorchTPU take the memory's numbers.
+
+    torch makes ``celu`` of ``elu``, where TorchTPU divides what is above 0 by ``alpha``.
     """
     _library.impl("avg_pool1d", _avg_pool1d, "AutogradPrivateUse1")
+    _library.impl("celu", _celu, "PrivateUse1")
+    _library.impl("celu_", lambda x, alpha=1.0: x.copy_(_celu(x, alpha)), "PrivateUse1")
     # torch warns that its own are replaced.
     with warnings.catch_warnings(action="ignore"):
         _library.impl("clone", _clone_negated, "Negative", with_keyset=True)
@@ -234,6 +238,10 @@ def _copy_negated(
     else:
         x.copy_(source, non_blocking)
     return x
+
+
+def _celu(x: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    return torch.where(x > 0, x, torch.expm1(x / alpha) * alpha)
 
 
 def _avg_pool1d(
