@@ -100,10 +100,13 @@ def test_a_launch_under_torchrun_joins_its_processes(clean_environ: dict[str, st
 
 
 @pytest.mark.long
-def test_polyxla_run_starts_the_fork_server_before_the_script(clean_environ: dict[str, str]) -> None:
+def test_polyxla_run_starts_the_fork_server_before_the_script(
+    clean_environ: dict[str, str], tmp_path: Path
+) -> None:
     script = PROGRAMS / "child_processes.py"
     command = [sys.executable, "-m", "polyxla", "run", "--devices", "2", str(script)]
-    done = run(command, {**clean_environ, "PJRT_DEVICE": "CPU"})
+    # A cold start: a prepared process would fork the server, which is then no child of the program.
+    done = run(command, {**clean_environ, "PJRT_DEVICE": "CPU", "XDG_RUNTIME_DIR": str(tmp_path)})
     assert "RESULT 1 True" in done.stdout, done.stderr
 
 

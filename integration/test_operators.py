@@ -324,6 +324,8 @@ def test_interpolate_is_as_on_the_cpu(options: dict[str, Any], mode: str, dtype:
 
 
 @pytest.mark.long
+# All of torch's operators, in two processes.
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("environ", [EMULATED, ON_BRIDGE], ids=["emulated", "cpu"])
 def test_the_bridge_is_wrong_nowhere_alone(tmp_path: Path, environ: dict[str, str]) -> None:
     """Where torch_xla's own client and the bridge differ, the bridge computes what the CPU computes."""

@@ -7,9 +7,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from polyxla import Replica
 from polyxla_testing import RuntimeConformance, RuntimeUnderTest
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -54,6 +57,25 @@ def test_a_loader_in_a_thread_belongs_to_its_replica(
     fix = "Leave full_graph out, or run each replica in a process of its own."
     halves = ([0.0, 2.0, 4.0, 6.0], [1.0, 3.0, 5.0, 7.0])
     assert ast.literal_eval(done.stdout.splitlines()[-1]) == [([half] * 4, fix) for half in halves]
+
+
+def _leave_first(replica: Replica) -> bool:
+    with torch.serialization.safe_globals([Path]):
+        replica.barrier("both are in the block")
+        if replica.is_first:
+            replica.barrier("the other has left")
+            return Path in torch.serialization.get_safe_globals()
+    replica.barrier("the other has left")
+    return True
+
+
+@pytest.mark.torch_xla("its replicas may be threads")
+@pytest.mark.parametrize("everywhere", [(2, 1)], indirect=True)
+def test_what_a_replica_may_load_is_not_taken_from_it_by_another(
+    everywhere: Callable[..., list[Any]],
+) -> None:
+    assert everywhere(_leave_first) == [True, True]
+    assert Path not in torch.serialization.get_safe_globals()
 
 
 @pytest.mark.slow

@@ -8,6 +8,9 @@ own, which torch then copies. In XLA's program, this adds a copy only where the 
 
 Errors of a dataset that torch_xla's loader reads ahead: torch_xla ends the epoch without reporting them.
 
+Replicas that are threads, where ``torch.serialization.safe_globals`` of one ends that of the others, in the
+middle of their ``torch.load``: torch keeps one set for the process.
+
 Threads of a loader whose loop was left early: where one copies a batch while Python ends, Python ends it in
 torch_xla's C++ code, which aborts the process (SIGABRT).
 """
@@ -18,13 +21,16 @@ import atexit
 import functools
 import os
 import queue
+import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch_xla
+from torch import _weights_only_unpickler
 from torch_xla.distributed.parallel_loader import ParallelLoader
 
 from polyxla.xla.operators import replace_operators
@@ -49,6 +55,28 @@ def mend_torch_xla() -> None:
     _end_loaders_before_python()
     replace_operators()
     _replace_collectives()
+    _count_safe_globals()
+
+
+def _count_safe_globals() -> None:
+    """Have a ``safe_globals`` block leave what blocks of other threads have added."""
+    lock = threading.Lock()
+    users: Counter[Any] = Counter()
+    block: Any = _weights_only_unpickler._safe_globals
+
+    def enter(self: Any) -> None:
+        with lock:
+            users.update(self.safe_globals)
+            _weights_only_unpickler._add_safe_globals(self.safe_globals)
+
+    def leave(self: Any, *_: object) -> None:
+        with lock:
+            users.subtract(self.safe_globals)
+            _weights_only_unpickler._remove_safe_globals(
+                [own for own in self.safe_globals if users[own] <= 0]
+            )
+
+    block.__enter__, block.__exit__ = enter, leave
 
 
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
