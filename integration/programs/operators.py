@@ -53,7 +53,7 @@ def samples(operator: Any) -> Iterator[Any]:
 
 
 def computed(operator: Any, sample: Any, device: str) -> Numbers:
-    """Return the results of a sample, and the gradients of its inputs."""
+    """Return the results of a sample, the gradients of its inputs, and the shapes of all of them."""
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -76,7 +76,9 @@ def computed(operator: Any, sample: Any, device: str) -> Numbers:
             ]
             gradients = torch.autograd.grad(smooth, inputs, moved_weights, allow_unused=True)
             results += [gradient for gradient in gradients if gradient is not None]
-        return [result.detach() for result in results]
+        # What is said of a result before it is computed: the next operator relies on it.
+        shapes = torch.tensor([number for result in results for number in (result.dim(), *result.shape)])
+        return [*(result.detach() for result in results), shapes]
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
 
