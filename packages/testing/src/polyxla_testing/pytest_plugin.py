@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import re
 import sys
 import tempfile
@@ -21,13 +22,15 @@ from typing import Any, TypeVar
 import pytest
 
 from polyxla import Replica, UsageError, launch
-from polyxla.plugin import named
+from polyxla.plugin import POLYXLA_WAIT_S, named
 from polyxla_testing.replica_tests import REPLICA, SHARED, ReplicaTest, ReplicaTestFailedError, run_test
 
 T = TypeVar("T")
 PLAIN = (str, int, float, list, tuple, dict, type(None))
 
 MARK = "replicas"
+TURN_S = 300.0
+"""Longest wait of a test for cores that tests of pytest-xdist's other processes hold, in seconds."""
 # fmt: off
 UNSHARED = frozenset([
     "basetemp", "capture", "collectonly", "deselect", "dist", "distload", "failedfirst", "file_or_dir",
@@ -58,6 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         f"{MARK}(count='auto', **options): run the test on so many replicas; options as for polyxla.launch",
     )
+    if hasattr(config, "workerinput"):
+        # Tests that pytest-xdist runs at the same time take turns on the cores of a TPU node.
+        os.environ.setdefault(POLYXLA_WAIT_S, f"{TURN_S:g}")
 
 
 @pytest.fixture
