@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from polyxla.plugin import on_interrupt, private_directory, snapshot
+from polyxla.plugin import private_directory, snapshot
 from polyxla_training.storage import locate
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -50,6 +50,9 @@ class StopSignal:
         return self.received is not None
 
     def __enter__(self) -> Self:
+        # Imported only where a training runs: each command of polyxla loads this package's hook specs.
+        from polyxla.plugin import on_interrupt
+
         if signal.SIGINT in self._signals:
             handled = on_interrupt(lambda: self._receive(signal.SIGINT, None))
             self._is_passed_on = self._entered.enter_context(handled)
