@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import re
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 import pytest
 
 from polyxla import Replica, UsageError, launch
-from polyxla.plugin import POLYXLA_WAIT_S, named
+from polyxla.plugin import POLYXLA_WAIT_S, named, snapshot, temporary_environ
 from polyxla_testing.replica_tests import REPLICA, SHARED, ReplicaTest, ReplicaTestFailedError, run_test
 
 T = TypeVar("T")
@@ -61,9 +60,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         f"{MARK}(count='auto', **options): run the test on so many replicas; options as for polyxla.launch",
     )
-    if hasattr(config, "workerinput"):
-        # Tests that pytest-xdist runs at the same time take turns on the cores of a TPU node.
-        os.environ.setdefault(POLYXLA_WAIT_S, f"{TURN_S:g}")
 
 
 @pytest.fixture
@@ -74,7 +70,7 @@ def replicas(pytestconfig: pytest.Config) -> Callable[..., list[Any]]:
     """
 
     def run(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        return launch(function, args, **{"runtime": runtime_of(pytestconfig), **options})
+        return _launch(pytestconfig, function, args, **options)
 
     return run
 
@@ -121,7 +117,7 @@ def _run_on_replicas(item: pytest.Function) -> None:
     """Run a marked test on replicas; its outcome is theirs."""
     with tempfile.TemporaryDirectory(prefix="polyxla-test-") as folder:
         test = _test_of(item, folder)
-        error = _launch(item, test)
+        error = _try(item, test)
         found = test.reports()
         config = item.config
         reports = {
@@ -202,14 +198,22 @@ def _test_of(item: pytest.Function, folder: str) -> ReplicaTest:
     )
 
 
-def _launch(item: pytest.Function, test: ReplicaTest) -> Exception | None:
+def _launch(config: pytest.Config, function: Callable[..., Any], args: Any, **options: Any) -> list[Any]:
+    environ = snapshot()
+    if hasattr(config, "workerinput"):
+        # Tests that pytest-xdist runs at the same time take turns on the cores of a TPU node.
+        environ = {POLYXLA_WAIT_S: f"{TURN_S:g}", **environ}
+    with temporary_environ(environ):
+        return launch(function, args, **{"runtime": runtime_of(config), **options})
+
+
+def _try(item: pytest.Function, test: ReplicaTest) -> Exception | None:
     """Run a test on its replicas; return the error of the launch."""
     mark = item.get_closest_marker(MARK)
     assert mark
     try:
         # Even a single replica needs a process of its own, because pytest already runs in this one.
-        options = {"runtime": runtime_of(item.config), "start_method": "forkserver", **_options(mark)}
-        launch(run_test, (test,), **options)
+        _launch(item.config, run_test, (test,), **{"start_method": "forkserver", **_options(mark)})
     except Exception as error:
         return error
     return None
