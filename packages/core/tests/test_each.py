@@ -110,6 +110,7 @@ def test_a_failing_replica_is_named_and_ends_the_others(way: str, code: int, tex
 
 
 BOTH_FINALLY = ["0-finally", "1-finally"]
+FULL = "polyxla: Ctrl-C cannot be handled by the program, and interrupts it: no space left\n"
 BOTH_SAVED = ["0-finally", "0-saved", "1-finally", "1-saved"]
 
 
@@ -119,6 +120,9 @@ BOTH_SAVED = ["0-finally", "0-saved", "1-finally", "1-saved"]
     [
         pytest.param(signal.SIGINT, "", 130, "polyxla: interrupted\n", BOTH_FINALLY, id="interrupt"),
         pytest.param(signal.SIGINT, "01", 130, "polyxla: interrupted\n", BOTH_SAVED, id="interrupt-saves"),
+        pytest.param(
+            signal.SIGINT, "full", 130, f"{FULL}{FULL}polyxla: interrupted\n", BOTH_FINALLY, id="full"
+        ),
         pytest.param(signal.SIGTERM, "", -signal.SIGTERM, "", [], id="terminate"),
         pytest.param(signal.SIGTERM, "01", -signal.SIGTERM, "", BOTH_SAVED, id="both-save"),
         pytest.param(signal.SIGTERM, "0", -signal.SIGTERM, "", BOTH_SAVED[:2], id="one-saves"),

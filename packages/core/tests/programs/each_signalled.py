@@ -26,11 +26,17 @@ def save(number: int, _: object) -> None:
     sys.exit(0)
 
 
+def fill() -> None:
+    raise OSError("no space left")
+
+
 if SAVES:
     signal.signal(signal.SIGTERM, save)
     signal.signal(signal.SIGHUP, save)
 try:
-    with on_interrupt(interrupted.set) if SAVES else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if SAVES or sys.argv[1] == "full":
+            stack.enter_context(on_interrupt(interrupted.set if SAVES else fill))
         (FOLDER / f"{RANK}.part").write_text(str(os.getpid()))
         (FOLDER / f"{RANK}.part").rename(FOLDER / f"{RANK}.pid")
         interrupted.wait(600)

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from polyxla import env, tracebacks
+from polyxla.console import say
 from polyxla.errors import ReplicaLostError
 from polyxla.launcher import (
     failures,
@@ -102,9 +103,14 @@ def interrupt() -> bool:
     has_handled = False
     for thread in replicas or [threading.main_thread()]:
         if handle := _interrupt_handlers.pop(thread, None):
-            handle()
-            has_handled = True
-            continue
+            try:
+                handle()
+            except Exception as error:
+                # On a full disk, for example. This thread must go on: the launching process relies on it.
+                say(f"Ctrl-C cannot be handled by the program, and interrupts it: {error}")
+            else:
+                has_handled = True
+                continue
         _is_interrupted.set()
         if replicas:
             # It takes effect once the thread runs Python again.
