@@ -190,8 +190,8 @@ class Trainer(TrainerOptions):
             # If this process has received none, another host's launcher has.
             number = asked.received or signal.SIGTERM
             say(f"ended by {number.name} after step {outcome.steps}, which is saved")
-            # The state is safe.
-            asked.take_effect()
+            # The state is safe: now act on the signal that was held back.
+            asked.raise_signal(number)
         elif outcome.stopped:
             say(f"training ended after step {outcome.steps}: {outcome.stopped}")
         return self.metrics

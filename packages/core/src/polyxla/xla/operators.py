@@ -166,15 +166,16 @@ def _max_pool_backward(
 
 
 def _nll_loss(
-    of_torch_xla: Callable[..., Any], x: torch.Tensor, target: torch.Tensor, *options: Any
+    of_torch_xla: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    x: torch.Tensor,
+    target: torch.Tensor,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() > 1:
-        loss, weight = of_torch_xla(x, target, *options)
-    else:
-        # torch_xla reads the classes where it has the records, and ends the process.
-        loss, weight = of_torch_xla(_batch_of(x), _batch_of(target), *options)
-        loss = torch.view_copy(loss, [])
-    return loss, weight
+        return of_torch_xla(x, target, *options)
+    # torch_xla reads the classes where it has the records, and ends the process.
+    loss, weight = of_torch_xla(_batch_of(x), _batch_of(target), *options)
+    return torch.view_copy(loss, []), weight
 
 
 def _nll_loss_backward(

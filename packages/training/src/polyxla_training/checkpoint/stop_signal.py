@@ -50,10 +50,10 @@ class StopSignal:
         return self.received is not None
 
     def __enter__(self) -> Self:
-        # Imported only where a training runs: each command of polyxla loads this package's hook specs.
-        from polyxla.plugin import on_interrupt
-
         if signal.SIGINT in self._signals:
+            # Imported only where a training runs: each command of polyxla loads this package's hook specs.
+            from polyxla.plugin import on_interrupt
+
             handled = on_interrupt(lambda: self._receive(signal.SIGINT, None))
             self._is_passed_on = self._entered.enter_context(handled)
         # Python allows only the main thread to install handlers; replicas in other threads learn of the
@@ -71,11 +71,11 @@ class StopSignal:
             self._restore(number)
         self._entered.close()
 
-    def take_effect(self) -> None:
-        """End the process, or the replica, as the signal demands that was received; SIGTERM without one."""
-        if self.received is signal.SIGINT and self._is_passed_on:
+    def raise_signal(self, number: signal.Signals) -> None:
+        """End the process as the signal demands; or the replica, if its launch passes on that Ctrl-C."""
+        if number is signal.SIGINT and self._is_passed_on:
             raise KeyboardInterrupt
-        signal.raise_signal(self.received or signal.SIGTERM)
+        signal.raise_signal(number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # This must not take a lock: it interrupts the main thread, which may hold it.
