@@ -192,6 +192,37 @@ REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return x[:4].reshape(2, 2)
+
+
+def _images(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x * 2, x[:4]]).reshape(16, 1, 1)
+
+
+SAME_HASH: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
+    "index-add": [
+        lambda x: _square(x * 2).index_add(0, torch.tensor([1, 1], device=x.device), _square(x)),
+        lambda x: _square(x * 2).index_add(1, torch.tensor([1, 1], device=x.device), _square(x)),
+        lambda x: _square(x * 2).index_add(-1, torch.tensor([1, 1], device=x.device), _square(x), alpha=3),
+    ],
+    "index-copy": [
+        lambda x: _square(x * 2).index_copy(0, torch.tensor([1, 0], device=x.device), _square(x)),
+        lambda x: _square(x * 2).index_copy(1, torch.tensor([1, 0], device=x.device), _square(x)),
+    ],
+    "index-add-in-place": [
+        lambda x: _square(x * 2).index_add_(0, torch.tensor([1, 1], device=x.device), _square(x)),
+        lambda x: _square(x * 2).index_add_(1, torch.tensor([1, 1], device=x.device), _square(x)),
+    ],
+    "index-select": [
+        lambda x: _square(x).index_select(0, torch.tensor([1, 1], device=x.device)),
+        lambda x: _square(x).index_select(1, torch.tensor([1, 1], device=x.device)),
+    ],
+    "pixel-shuffle": [lambda x: F.pixel_shuffle(_images(x), 2), lambda x: F.pixel_shuffle(_images(x), 4)],
+}
+"""Programs that torch_xla itself takes for the same, although they differ in an argument."""
+
+
 def _with_gradient(
     function: Callable[[torch.Tensor], torch.Tensor], device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,6 +239,14 @@ def test_operators_that_torch_xla_computes_wrongly_are_replaced(name: str) -> No
     ours, theirs = (_with_gradient(REPLACED[name], device) for device in ("xla", "cpu"))
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SAME_HASH)
+def test_programs_that_differ_in_an_argument_are_not_taken_for_the_same(name: str) -> None:
+    for function in SAME_HASH[name]:
+        ours, theirs = (_with_gradient(function, device) for device in ("xla", "cpu"))
+        for found, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(found, expected)
 
 
 def test_counts_of_numbers_have_their_type_and_shape() -> None:

@@ -3,6 +3,9 @@
 docs/operators.md lists them. Where torch_xla says something wrong of a result, such as its shape, what is
 computed from it is wrong. The functions here make no views: within an operator, torch_xla's views of views
 are wrong. The operators that copy are the same in XLA's program.
+
+torch_xla finds compiled programs, and shapes, by a hash. Where it leaves out an argument, such as a
+dimension, a program of another dimension runs. The functions here make the argument part of the operands.
 """
 
 from __future__ import annotations
@@ -49,6 +52,9 @@ def replace_operators() -> None:
         for name in ("count_nonzero", "count_nonzero.dim_IntList"):
             _replace(name, _count_nonzero)
         _replace("_pdist_forward", _pdist)
+        for name in ("index_add", "index_copy"):
+            _replace(name, _index_along)
+        _replace("pixel_shuffle", _pixel_shuffle)
         _replace("as_strided_scatter", _as_strided_scatter)
         _replace("diagonal_copy", _diagonal)
         _replace("diagonal_scatter", _diagonal_scatter)
@@ -243,6 +249,35 @@ def _pdist(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, p: float 
     first, second = (indices.to(x.device) for indices in torch.triu_indices(len(x), len(x), 1))
     between = (x.index_select(0, first) - x.index_select(0, second)).abs()
     return between.amax(-1) if p else (between != 0).sum(-1).to(x.dtype)
+
+
+def _index_along(
+    of_torch_xla: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    **named: Any,
+) -> torch.Tensor:
+    if dim == 0 or x.dim() < 2:
+        return of_torch_xla(x, dim, index, source, **named)
+    # The hash has no dimension, but those of the transposed operands.
+    x, source = (torch.transpose_copy(operand, 0, dim) for operand in (x, source))
+    return torch.transpose_copy(of_torch_xla(x, 0, index, source, **named), 0, dim)
+
+
+def _pixel_shuffle(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, factor: int) -> torch.Tensor:
+    if x.dim() < 3 or factor < 1 or x.shape[-3] % factor**2:
+        # An error.
+        return of_torch_xla(x, factor)
+    *lead, channels, height, width = x.shape
+    channels //= factor**2
+    parts = torch.view_copy(x, [*lead, channels, factor, factor, height, width])
+    rank = len(lead)
+    order = [*range(rank), *(rank + dim for dim in (0, 3, 1, 4, 2))]
+    return torch.view_copy(
+        torch.permute_copy(parts, order), [*lead, channels, height * factor, width * factor]
+    )
 
 
 def _as_strided_scatter(
