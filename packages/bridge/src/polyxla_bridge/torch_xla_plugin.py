@@ -13,6 +13,7 @@ import torch_xla
 from torch_xla.experimental.plugins import DevicePlugin
 
 from polyxla_bridge import LIBRARY, env
+from polyxla_bridge.engine import import_jax
 
 if TYPE_CHECKING:
     from polyxla_bridge.engine.engine import Engine
@@ -69,6 +70,7 @@ class CpuPlugin(EnginePlugin):
             from polyxla_bridge.pjrt_plugin import make_engine
 
             return make_engine(settings, count_lookup)
+        import_jax()
         from polyxla_bridge.engine.jax_engine import JaxEngine
 
         return JaxEngine(settings, count_lookup)

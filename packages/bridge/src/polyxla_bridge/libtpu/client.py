@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from polyxla_bridge import env
 from polyxla_bridge.abi import Code
+from polyxla_bridge.engine import import_jax
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu.topology import EmulatedHost, Topology, in_slice
@@ -115,6 +116,7 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
     chosen = settings(topology, host, env.from_environ(environ))
     if chosen.plugin:
         return on_plugin(chosen, on_lookup)
+    import_jax()
     from polyxla_bridge.engine.jax_engine import JaxEngine
     from polyxla_bridge.engine.recording_engine import RecordingEngine
 
