@@ -39,6 +39,7 @@ _interrupt_handlers: dict[threading.Thread, Callable[[], object]] = {}
 """What takes a Ctrl-C in the place of the replica that is this thread."""
 
 
+_FILES = io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom
 FLUSH_FAILED = 120
 """Exit code of a process whose output could not be written. Source: Python's ``Py_FinalizeEx``."""
 
@@ -274,9 +275,10 @@ def _take_apart() -> None:
     threading.excepthook = lambda _: None
     sys.modules["__main__"].__dict__.clear()
     gc.collect()
-    # Objects that were frozen before the fork are not listed.
+    # Objects that were frozen before the fork are not listed. `isinstance` would run code of those that say
+    # something else of their class, such as torch's deprecated ones.
     for found in gc.get_objects():
-        if isinstance(found, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom) and not found.closed:
+        if issubclass(type(found), _FILES) and not found.closed:
             found.flush()
 
 
