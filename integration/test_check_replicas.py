@@ -108,7 +108,10 @@ def checked(module: str, environ: Mapping[str, str], *options: str) -> subproces
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [plain, synchronized])
+@pytest.mark.parametrize(
+    "make",
+    [plain, pytest.param(synchronized, marks=pytest.mark.torch_xla("torch_xla's SyncBatchNorm"))],
+)
 def test_the_mnist_model_trains_equally_on_several_replicas(runtime: RuntimeUnderTest, make: Any) -> None:
     result = check_replicas(make, runtime=runtime.name)
     assert result.within, str(result)

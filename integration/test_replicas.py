@@ -23,6 +23,7 @@ class TestReplicas(RuntimeConformance):
     devices = 4
 
 
+@pytest.mark.torch_xla("a program for torch_xla")
 @pytest.mark.parametrize(
     ("count", "processes"),
     [

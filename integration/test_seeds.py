@@ -9,9 +9,9 @@ import pytest
 from polyxla_testing import RuntimeUnderTest
 
 SEEDS = Path(__file__).parent / "seeds"
+pytestmark = [pytest.mark.long, pytest.mark.torch_xla("programs for torch_xla")]
 
 
-@pytest.mark.long
 def test_the_tensors_script_runs(runtime: RuntimeUnderTest) -> None:
     done = runtime.run(str(SEEDS / "tensors.py"))
     assert done.returncode == 0, done.stderr
@@ -20,7 +20,6 @@ def test_the_tensors_script_runs(runtime: RuntimeUnderTest) -> None:
     assert "hardware " in done.stdout
 
 
-@pytest.mark.long
 def test_the_single_device_mnist_script_runs(runtime: RuntimeUnderTest) -> None:
     done = runtime.run(str(SEEDS / "mnist_single.py"), "2560")
     assert done.returncode == 0, done.stderr
@@ -31,7 +30,6 @@ def test_the_single_device_mnist_script_runs(runtime: RuntimeUnderTest) -> None:
     assert numbers["last"] < numbers["first"]
 
 
-@pytest.mark.long
 def test_the_saving_script_runs(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     done = runtime.run(str(SEEDS / "saving.py"), str(tmp_path))
     assert done.returncode == 0, done.stderr
