@@ -409,7 +409,9 @@ def minimums(session: nox.Session) -> None:
     ]
     free = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in ranges}
     pins = Path(CONSTRAINTS).read_text().splitlines()
-    constraints = Path(session.create_tmp()) / CONSTRAINTS
+    # Not in a directory that nox makes, which would become the tests' own for temporary files, in this
+    # repository.
+    constraints = Path(session.virtualenv.location) / CONSTRAINTS
     constraints.write_text("\n".join(pin for pin in pins if pin.split("==")[0].lower() not in free))
     options = ["--resolution", "lowest-direct", "-c", str(constraints)]
     test_range(session, options)
