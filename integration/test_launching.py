@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
+import torch
 from nbclient import NotebookClient
 
-from polyxla import Replica, UsageError
-from polyxla.plugin import free_ports
+from polyxla import Replica, UsageError, seed_everything
+from polyxla.plugin import free_ports, random_state
 from polyxla_testing import RuntimeUnderTest
 
 SEEDS, PROGRAMS = Path(__file__).parent / "seeds", Path(__file__).parent / "programs"
 TIMEOUT_S = 300
+MKLDNN: Any = torch.backends.mkldnn
 
 
 def run(command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -222,6 +228,7 @@ def test_a_program_runs_once_in_each_replica(
 
 
 @pytest.mark.long
+@pytest.mark.torch_xla("a program for torch_xla")
 def test_the_replica_that_fails_in_run_each_is_named(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("--each", "--devices", "2", str(PROGRAMS / "fail_in_each.py"))
     assert done.returncode == 3
@@ -267,6 +274,58 @@ def test_each_start_method_starts_two_processes(runtime: RuntimeUnderTest, start
     answers = runtime.launch(_process, devices=2, start_method=start_method)
     assert len({os.getpid(), *(pid for pid, _ in answers)}) == 3
     assert [total for _, total in answers] == [1, 1]
+
+
+def _process_settings(_: Replica | None = None) -> list[Any]:
+    return [
+        torch.get_default_dtype(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.multiprocessing.get_sharing_strategy(),
+        MKLDNN.matmul.fp32_precision,
+        torch.rand(2).tolist(),
+        np.random.rand(2).tolist(),  # noqa: NPY002
+        random.random(),
+    ]
+
+
+@pytest.fixture
+def process_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What a script may set at its top level; afterwards it is unset."""
+    monkeypatch.setattr("polyxla.process_settings.seeds", [])
+    with random_state.preserved_host_state():
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.autograd.set_detect_anomaly(True)
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        torch.set_float32_matmul_precision("high")
+        seed_everything(7)
+        settings = _process_settings()
+        seed_everything(7)
+        yield settings
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.autograd.set_detect_anomaly(False)
+        torch.multiprocessing.set_sharing_strategy("file_descriptor")
+        MKLDNN.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
+def test_what_a_program_sets_for_its_process_holds_in_its_replicas(
+    runtime: RuntimeUnderTest, start_method: str, process_settings: list[Any]
+) -> None:
+    found = runtime.launch(_process_settings, devices=2, start_method=start_method)
+    assert found == [process_settings] * 2
+
+
+def test_replicas_draw_other_numbers_from_pythons_generator_where_it_is_not_seeded(
+    runtime: RuntimeUnderTest,
+) -> None:
+    assert len(set(runtime.launch(_random_number, devices=2))) == 2
+
+
+def _random_number(_: Replica) -> float:
+    return random.random()
 
 
 def test_several_replicas_inline_are_refused(runtime: RuntimeUnderTest) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 from polyxla.env import Setting
+from polyxla.process_settings import ProcessSettings
 
 ProcessMethod = Literal["spawn", "forkserver", "fork"]
 """How a replica process is made: a fresh Python, a fork of the fork server, or a fork of this process."""
@@ -43,6 +44,8 @@ class Job:
         precision: the precision policy or its name, with its origin.
         start_method: how the replicas start.
         seed: seed of the devices' random numbers: torch's seed in the launching process.
+        settings: what the launching process has set for itself; None if the replicas are whole programs,
+            which set it themselves.
         own_processes: whether each replica needs a process of its own, because it runs a whole program.
         main: the replica's entry point, ``main(job, place)``: `polyxla.launcher.launch.run_replica`.
     """
@@ -55,6 +58,7 @@ class Job:
     precision: Setting
     start_method: StartMethod = "auto"
     seed: int = 0
+    settings: ProcessSettings | None = None
     own_processes: bool = False
     main: Callable[[Job, Any], Any] = field(kw_only=True)
 

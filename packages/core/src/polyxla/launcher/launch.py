@@ -19,6 +19,7 @@ from polyxla.contracts.replication import Replication
 from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError, pip_install
 from polyxla.plugin_manager import PluginManager, load_everything, load_plugins
+from polyxla.process_settings import process_settings
 from polyxla.replica.random_state import host_seed
 from polyxla.replica.replica import Replica
 from polyxla.selection import Selection, find_precision, pick_devices, select_once
@@ -103,6 +104,7 @@ def launch(
         precision=settings.precision,
         start_method=start_method,
         seed=host_seed(),
+        settings=process_settings(),
     )
     with Folded():
         return [result.value for result in run_job(job, chosen.plugins)]
@@ -293,6 +295,8 @@ def call(job: Job, replication: Replication, plugins: PluginManager) -> ReplicaR
     failure: BaseException | None = None
     # torch's seed in the launching process does not reach the device's generator on XLA.
     replica.seed_device(job.seed)
+    if job.settings:
+        job.settings.apply()
     plugins.hook.polyxla_replica_started(replica=replica)
     try:
         value = job.function(replica, *job.args)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from polyxla import process_settings
+
 NUMPY_SEEDS = 2**32
 """Source: numpy.random.seed takes 0 to 2**32 - 1."""
 
@@ -23,11 +25,13 @@ def derive(seed: int, *parts: object) -> int:
 def seed_everything(seed: int) -> None:
     """Seed this process's generators: Python's, torch's, and numpy's if it is imported.
 
-    The devices of replicas that are launched afterwards are seeded from the same seed, each differently. In a
-    replica, call `polyxla.Replica.seed_everything` instead, which seeds its device too.
+    The replicas that are launched afterwards all start with these generators; their devices are seeded from
+    the same seed, each differently. In a replica, call `polyxla.Replica.seed_everything` instead, which seeds
+    its device too.
     """
     import torch
 
+    process_settings.seeds.append(seed)
     random.seed(seed)
     # Not torch.manual_seed, which seeds every device and so would open the chips on TorchTPU.
     torch.default_generator.manual_seed(seed)
