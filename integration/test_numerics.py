@@ -49,6 +49,19 @@ def test_products_and_gradients_are_those_of_rounded_operands(
             assert not torch.equal(found, exact), name
 
 
+@pytest.mark.slow
+def test_products_are_as_exact_as_torchs_setting_says(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+    done = run(tmp_path, "tpu", PROGRAM.with_name("float32_precision.py"))
+    assert done.returncode == 0, done.stderr
+    errors = {name: float(error) for name, error in map(str.split, done.stdout.splitlines())}
+    assert errors["highest"] < 5e-5 < errors["high"] < 1e-3 < errors["medium"]
+    assert errors["unset"] > 1e-2
+    # torch_xla's program that is compiled already keeps its precision, and a warning says so.
+    is_kept = runtime.name != "torchtpu"
+    assert (errors["again"] > 1e-2) == is_kept
+    assert ("precision of matrix products changes after a program was compiled" in done.stderr) == is_kept
+
+
 def test_another_value_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path / "none.pt", "bf16")
     assert done.returncode > 0

@@ -11,6 +11,9 @@ Errors of a dataset that torch_xla's loader reads ahead: torch_xla ends the epoc
 Replicas that are threads, where ``torch.serialization.safe_globals`` of one ends that of the others, in the
 middle of their ``torch.load``: torch keeps one set for the process.
 
+``torch.set_float32_matmul_precision``, which torch_xla ignores: it has a setting of its own, which does not
+reach programs that are compiled already.
+
 Threads of a loader whose loop was left early: where one copies a batch while Python ends, Python ends it in
 torch_xla's C++ code, which aborts the process (SIGABRT).
 """
@@ -23,6 +26,7 @@ import os
 import queue
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +37,7 @@ import torch_xla
 from torch import _weights_only_unpickler
 from torch_xla.distributed.parallel_loader import ParallelLoader
 
+from polyxla.process_settings import float32_precision
 from polyxla.xla.operators import replace_operators
 
 _LEAVE_S = 5.0
@@ -46,6 +51,8 @@ _WRITTEN = {
     "_xla_reduce_scatter_coalesced_out": 1,
 }
 """Functions of torch_xla's C++ module, with the position of the tensor or list that each writes into."""
+_PRECISIONS = {"highest": "highest", "high": "high", "medium": "default"}
+"""torch's precisions of products of float32, with torch_xla's: float32, three passes of bfloat16, and one."""
 
 
 @functools.cache
@@ -56,6 +63,7 @@ def mend_torch_xla() -> None:
     replace_operators()
     _replace_collectives()
     _count_safe_globals()
+    _obey_matmul_precision()
 
 
 def _count_safe_globals() -> None:
@@ -104,6 +112,38 @@ def _copying(collective: Callable[..., Any], position: int) -> Callable[..., Any
         return result
 
     return call
+
+
+def _obey_matmul_precision() -> None:
+    """Have torch_xla multiply float32 as torch's setting says, once a program has set it."""
+    set_for_torch = torch.set_float32_matmul_precision
+    set_for_xla = _native._xla_set_mat_mul_precision
+
+    def set_for_new_programs(precision: str) -> None:
+        # torch_xla finds compiled programs by a hash that leaves out the precision.
+        if precision != _native._xla_get_mat_mul_precision() and _native._xla_metric_data("CompileTime"):
+            warnings.warn(
+                "The precision of matrix products changes after a program was compiled: the same program "
+                "computes with the earlier precision when it runs again. Set the precision before the first "
+                "step.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        set_for_xla(precision)
+
+    @functools.wraps(set_for_torch)
+    def set_for_both(precision: str) -> None:
+        set_for_torch(precision)
+        # Torch warns of other names, and ignores them.
+        if precision in _PRECISIONS:
+            set_for_new_programs(_PRECISIONS[precision])
+
+    _native._xla_set_mat_mul_precision = set_for_new_programs
+    torch.set_float32_matmul_precision = set_for_both
+    # What the script has set before it imported torch_xla. Torch's default is the highest precision, and a
+    # TPU's is not: a program that sets nothing gets a TPU's.
+    if given := float32_precision():
+        set_for_new_programs(_PRECISIONS[given])
 
 
 class _Reported:
