@@ -294,20 +294,23 @@ def process_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What a script may set at its top level; afterwards it is unset."""
     monkeypatch.setattr("polyxla.process_settings.seeds", [])
     with random_state.preserved_host_state():
-        torch.set_default_dtype(torch.float64)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.autograd.set_detect_anomaly(True)
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        torch.set_float32_matmul_precision("high")
-        seed_everything(7)
-        settings = _process_settings()
-        seed_everything(7)
-        yield settings
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
-        torch.autograd.set_detect_anomaly(False)
-        torch.multiprocessing.set_sharing_strategy("file_descriptor")
-        MKLDNN.matmul.fp32_precision = "none"
+        try:
+            torch.set_default_dtype(torch.float64)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.autograd.set_detect_anomaly(True)
+            torch.multiprocessing.set_sharing_strategy("file_system")
+            # What torch's setter does. With torch_xla, it also warns if this process has compiled programs.
+            MKLDNN.matmul.fp32_precision = "tf32"
+            seed_everything(7)
+            settings = _process_settings()
+            seed_everything(7)
+            yield settings
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.use_deterministic_algorithms(False)
+            torch.autograd.set_detect_anomaly(False)
+            torch.multiprocessing.set_sharing_strategy("file_descriptor")
+            MKLDNN.matmul.fp32_precision = "none"
 
 
 @pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
