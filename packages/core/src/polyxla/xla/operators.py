@@ -21,6 +21,15 @@ from torch.nn import functional as F
 
 _KEY = "XLA"
 _NORMS = ("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype")
+_REDUCTIONS = (
+    "sum.dim_IntList",
+    "mean.dim",
+    "std.correction",
+    "var.correction",
+    "std_mean.correction",
+    "var_mean.correction",
+    "logsumexp",
+)
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -47,6 +56,11 @@ def replace_operators() -> None:
         _replace("nll_loss_backward", _nll_loss_backward)
         for name in ("amax", "amin"):
             _replace(name, _extreme)
+        for name in _REDUCTIONS:
+            _replace(name, _reduction)
+        _replace("linalg_vector_norm", _vector_norm)
+        for name, gradient in _GRADIENTS.items():
+            _library.impl(f"{name}_backward", gradient, _KEY)
         _replace("_linalg_svd", _svd)
         _replace("linalg_inv_ex", _inverse)
         for name in ("count_nonzero", "count_nonzero.dim_IntList"):
@@ -204,12 +218,58 @@ def _batch_of(x: torch.Tensor) -> torch.Tensor:
     return torch.unsqueeze_copy(x, 0)
 
 
+def _hardtanh_gradient(
+    gradient: torch.Tensor, x: torch.Tensor, low: float = -1, high: float = 1
+) -> torch.Tensor:
+    return torch.where((x <= low) | (x >= high), 0, gradient)
+
+
+def _hardsigmoid_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.where((x > -3) & (x < 3), gradient / 6, 0)
+
+
+def _hardswish_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    inside = torch.where(x <= -3, 0, gradient * (x / 3 + 0.5))
+    return torch.where(x < 3, inside, gradient)
+
+
+_GRADIENTS = {
+    "hardtanh": _hardtanh_gradient,
+    "hardsigmoid": _hardsigmoid_gradient,
+    "hardswish": _hardswish_gradient,
+}
+
+
+def _reduction(
+    of_torch_xla: Callable[..., Any],
+    x: torch.Tensor,
+    dim: Sequence[int] | None = None,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    return of_torch_xla(x, _whole(x, dim), *args, **named)
+
+
+def _vector_norm(
+    of_torch_xla: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    order: float = 2,
+    dim: Sequence[int] | None = None,
+    *args: Any,
+    **named: Any,
+) -> torch.Tensor:
+    return of_torch_xla(x, order, _whole(x, dim), *args, **named)
+
+
 def _extreme(
     of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False
 ) -> torch.Tensor:
-    if x.dim() == 0:
-        return x.clone()
-    return of_torch_xla(x, dim or [*range(x.dim())], keepdim)
+    return of_torch_xla(x, _whole(x, dim), keepdim) if x.dim() else x.clone()
+
+
+def _whole(x: torch.Tensor, dim: Sequence[int] | None) -> Sequence[int] | None:
+    """Return all dimensions in the place of none, which torch takes for all."""
+    return [*range(x.dim())] if dim is not None and not len(dim) else dim
 
 
 def _svd(
