@@ -185,6 +185,7 @@ REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "var-mean-over-none": lambda x: torch.stack(torch.var_mean(x.reshape(2, 3), dim=())),
     "logsumexp-over-none": lambda x: torch.logsumexp(x.reshape(2, 3), dim=(), keepdim=True),
     "vector-norm-over-none": lambda x: torch.linalg.vector_norm(x.reshape(2, 3), 3, dim=()),
+    "roll-empty": lambda x: x[:0].reshape(0, 2).roll((1, 1), (0, 1)).sum() + x.roll(2),
     "hardtanh": lambda x: F.hardtanh(x, -1, 0.5),
     "relu6": F.relu6,
     "hardsigmoid": F.hardsigmoid,

@@ -69,6 +69,7 @@ def replace_operators() -> None:
         for name in ("index_add", "index_copy"):
             _replace(name, _index_along)
         _replace("pixel_shuffle", _pixel_shuffle)
+        _replace("roll", _roll)
         _replace("as_strided_scatter", _as_strided_scatter)
         _replace("diagonal_copy", _diagonal)
         _replace("diagonal_scatter", _diagonal_scatter)
@@ -324,6 +325,11 @@ def _index_along(
     # The hash has no dimension, but those of the transposed operands.
     x, source = (torch.transpose_copy(operand, 0, dim) for operand in (x, source))
     return torch.transpose_copy(of_torch_xla(x, 0, index, source, **named), 0, dim)
+
+
+def _roll(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, *shifts: Any) -> torch.Tensor:
+    # torch_xla divides by the number of elements, and ends the process.
+    return of_torch_xla(x, *shifts) if x.numel() else x.clone()
 
 
 def _pixel_shuffle(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, factor: int) -> torch.Tensor:
