@@ -178,6 +178,14 @@ REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "amax": lambda x: x.reshape(2, 3) - x.reshape(2, 3).amax(),
     "amin-keepdim": lambda x: x.reshape(2, 3) * torch.amin(x.reshape(2, 3), dim=(), keepdim=True),
     "amax-dim": lambda x: x.reshape(2, 3).amax(1),
+    "amax-infinite": lambda x: (
+        x.reshape(2, 3).amax(1) + (x.detach() * 0 - math.inf).reshape(2, 3).amax(1)
+    ).exp(),
+    "max-infinite": lambda x: (x.detach() - math.inf).max().exp() + x.max() + x.reshape(2, 3).max(1)[0].sum(),
+    "min-infinite": lambda x: (
+        (x.detach() + math.inf).min().reciprocal() + x.min() + x.reshape(2, 3).min(1)[0].sum()
+    ),
+    "max-half": lambda x: (x.half() * 2**-23).max().float() * 2**23,
     "amax-ties": lambda x: torch.cat([x, x, x - 1]).amax(),
     "sum-over-none": lambda x: x.reshape(2, 3).sum(dim=()),
     "mean-over-none": lambda x: x.reshape(2, 3).mean(dim=[], keepdim=True),
@@ -186,6 +194,17 @@ REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "logsumexp-over-none": lambda x: torch.logsumexp(x.reshape(2, 3), dim=(), keepdim=True),
     "vector-norm-over-none": lambda x: torch.linalg.vector_norm(x.reshape(2, 3), 3, dim=()),
     "roll-empty": lambda x: x[:0].reshape(0, 2).roll((1, 1), (0, 1)).sum() + x.roll(2),
+    "logsumexp-infinite": lambda x: (
+        torch.logsumexp(torch.stack([x.detach() * 0 - math.inf, x]).T, 1)
+        + torch.logsumexp(torch.stack([x.detach() * 0 + math.inf, x]).T, 1, keepdim=True)
+        .squeeze(1)
+        .reciprocal()
+    ),
+    "vector-norm-infinite": lambda x: (
+        torch.linalg.vector_norm(x.detach() - math.inf, math.inf).reciprocal()
+        + torch.linalg.vector_norm(x.reshape(2, 3), -math.inf, 1)
+    ),
+    "nan-to-num": lambda x: (x * 0 + math.inf).bfloat16().nan_to_num().float() + x,
     "hardtanh": lambda x: F.hardtanh(x, -1, 0.5),
     "relu6": F.relu6,
     "hardsigmoid": F.hardsigmoid,

@@ -20,16 +20,6 @@ import torch
 from torch.nn import functional as F
 
 _KEY = "XLA"
-_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype")
-_REDUCTIONS = (
-    "sum.dim_IntList",
-    "mean.dim",
-    "std.correction",
-    "var.correction",
-    "std_mean.correction",
-    "var_mean.correction",
-    "logsumexp",
-)
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -38,46 +28,15 @@ def replace_operators() -> None:
     with warnings.catch_warnings():
         # torch reports that an operator is replaced.
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        _library.impl("elu", _elu, _KEY)
-        _library.impl("elu_backward", _elu_backward, _KEY)
-        _library.impl("celu", _celu, _KEY)
+        for name, function in _OWN.items():
+            _library.impl(name, function, _KEY)
         for name in ("selu", "selu_"):
             # Both fall through to elu. Without this, torch warns that gradients may be wrong.
             _library.impl(name, torch.library.fallthrough_kernel, f"Autograd{_KEY}")
-        for name in _NORMS:
-            _replace(name, _norm)
+        for name, function in _REPLACED.items():
+            _replace(name, function)
         for dims in (2, 3):
-            _replace(f"avg_pool{dims}d", functools.partial(_avg_pool, dims=dims))
             _replace(f"max_pool{dims}d", functools.partial(_max_pool, dims=dims), f"Autograd{_KEY}")
-            _replace(
-                f"max_pool{dims}d_with_indices_backward", functools.partial(_max_pool_backward, dims=dims)
-            )
-        _replace("nll_loss_forward", _nll_loss)
-        _replace("nll_loss_backward", _nll_loss_backward)
-        for name in ("amax", "amin"):
-            _replace(name, _extreme)
-        for name in _REDUCTIONS:
-            _replace(name, _reduction)
-        _replace("linalg_vector_norm", _vector_norm)
-        for name, gradient in _GRADIENTS.items():
-            _library.impl(f"{name}_backward", gradient, _KEY)
-        _replace("_linalg_svd", _svd)
-        _replace("linalg_inv_ex", _inverse)
-        for name in ("count_nonzero", "count_nonzero.dim_IntList"):
-            _replace(name, _count_nonzero)
-        _replace("_pdist_forward", _pdist)
-        for name in ("index_add", "index_copy"):
-            _replace(name, _index_along)
-        _replace("pixel_shuffle", _pixel_shuffle)
-        _replace("roll", _roll)
-        _replace("as_strided_scatter", _as_strided_scatter)
-        _replace("diagonal_copy", _diagonal)
-        _replace("diagonal_scatter", _diagonal_scatter)
-        for mode in ("nearest2d", "bilinear2d"):
-            is_nearest = mode == "nearest2d"
-            _replace(f"upsample_{mode}", functools.partial(_interpolated, is_nearest=is_nearest))
-            gradient = functools.partial(_interpolated_backward, is_nearest=is_nearest)
-            _replace(f"upsample_{mode}_backward", gradient)
 
 
 def _replace(name: str, function: Callable[..., Any], key: str = _KEY) -> None:
@@ -234,17 +193,10 @@ def _hardswish_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor
     return torch.where(x < 3, inside, gradient)
 
 
-_GRADIENTS = {
-    "hardtanh": _hardtanh_gradient,
-    "hardsigmoid": _hardsigmoid_gradient,
-    "hardswish": _hardswish_gradient,
-}
-
-
 def _reduction(
     of_torch_xla: Callable[..., Any],
     x: torch.Tensor,
-    dim: Sequence[int] | None = None,
+    dim: list[int] | None = None,
     *args: Any,
     **named: Any,
 ) -> Any:
@@ -255,20 +207,74 @@ def _vector_norm(
     of_torch_xla: Callable[..., torch.Tensor],
     x: torch.Tensor,
     order: float = 2,
-    dim: Sequence[int] | None = None,
-    *args: Any,
-    **named: Any,
+    dim: list[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    return of_torch_xla(x, order, _whole(x, dim), *args, **named)
+    if math.isfinite(order):
+        return of_torch_xla(x, order, _whole(x, dim), keepdim, dtype=dtype)
+    extreme = torch.amax if order > 0 else torch.amin
+    return extreme(x.abs().to(dtype or x.dtype), dim or (), keepdim)
+
+
+def _logsumexp(
+    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, dim: list[int], keepdim: bool = False
+) -> torch.Tensor:
+    dim = dim or [*range(x.dim())]
+    if not x.is_floating_point() or not x.numel():
+        return of_torch_xla(x, dim, keepdim)
+    most = torch.amax(x, dim, keepdim=True)
+    # Infinity less infinity is NaN.
+    most = torch.where(most.isinf(), 0, most)
+    total = torch.log(torch.exp(x - most).sum(dim, keepdim=True)) + most
+    return total if keepdim else torch.squeeze_copy(total, dim)
+
+
+def _nan_to_num(
+    of_torch_xla: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    nan: float | None = None,
+    posinf: float | None = None,
+    neginf: float | None = None,
+) -> torch.Tensor:
+    if not x.is_floating_point():
+        return of_torch_xla(x, nan, posinf, neginf)
+    # torch_xla takes those of float32, which are infinite in bfloat16.
+    ends = torch.finfo(x.dtype)
+    return of_torch_xla(
+        x, nan, ends.max if posinf is None else posinf, ends.min if neginf is None else neginf
+    )
 
 
 def _extreme(
-    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False
+    of_torch_xla: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    dim: list[int] | None = None,
+    keepdim: bool = False,
 ) -> torch.Tensor:
-    return of_torch_xla(x, _whole(x, dim), keepdim) if x.dim() else x.clone()
+    if x.dim() == 0:
+        return x.clone()
+    extreme: torch.Tensor = _of_halves(of_torch_xla, x, dim or [*range(x.dim())], keepdim)
+    return extreme
 
 
-def _whole(x: torch.Tensor, dim: Sequence[int] | None) -> Sequence[int] | None:
+def _of_halves(of_torch_xla: Callable[..., Any], x: torch.Tensor, *args: Any) -> Any:
+    """Return what torch_xla finds among the halves, twice: the same, but for infinities.
+
+    torch_xla also compares with the lowest, or largest, finite number, and of infinities alone returns that.
+    Twice that is an infinity, and no half of a number reaches it. The halves are exact but for numbers that
+    XLA takes for 0, which float16 does not have in float32.
+    """
+    if not x.is_floating_point():
+        return of_torch_xla(x, *args)
+    found = of_torch_xla((x.float() if x.dtype == torch.float16 else x) / 2, *args)
+    values, *indices = [found] if isinstance(found, torch.Tensor) else found
+    values = (values * 2).to(x.dtype)
+    return (values, *indices) if indices else values
+
+
+def _whole(x: torch.Tensor, dim: list[int] | None) -> list[int] | None:
     """Return all dimensions in the place of none, which torch takes for all."""
     return [*range(x.dim())] if dim is not None and not len(dim) else dim
 
@@ -471,3 +477,49 @@ def _linear(
     # In a shape that fits a batch of images.
     weight = (there - low).clamp(0, 1).reshape([-1, 1] if dim == 2 else [-1])
     return [(i.to(like.device), part.to(like.device)) for i, part in ((low, 1 - weight), (high, weight))]
+
+
+_OWN = {
+    "elu": _elu,
+    "elu_backward": _elu_backward,
+    "celu": _celu,
+    "hardtanh_backward": _hardtanh_gradient,
+    "hardsigmoid_backward": _hardsigmoid_gradient,
+    "hardswish_backward": _hardswish_gradient,
+}
+"""Operators that need nothing of torch_xla's own."""
+_REPLACED: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        ("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype"), _norm
+    ),
+    "linalg_vector_norm": _vector_norm,
+    **dict.fromkeys(("sum.dim_IntList", "mean.dim"), _reduction),
+    **dict.fromkeys(
+        ("std.correction", "var.correction", "std_mean.correction", "var_mean.correction"), _reduction
+    ),
+    "logsumexp": _logsumexp,
+    **dict.fromkeys(("amax", "amin"), _extreme),
+    **dict.fromkeys(("max", "min", "max.dim", "min.dim"), _of_halves),
+    **dict.fromkeys(("count_nonzero", "count_nonzero.dim_IntList"), _count_nonzero),
+    "nan_to_num": _nan_to_num,
+    "nll_loss_forward": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
+    "_linalg_svd": _svd,
+    "linalg_inv_ex": _inverse,
+    "_pdist_forward": _pdist,
+    **dict.fromkeys(("index_add", "index_copy"), _index_along),
+    "pixel_shuffle": _pixel_shuffle,
+    "roll": _roll,
+    "as_strided_scatter": _as_strided_scatter,
+    "diagonal_copy": _diagonal,
+    "diagonal_scatter": _diagonal_scatter,
+}
+"""Operators that may call torch_xla's own, which they get as their first argument."""
+for _dims in (2, 3):
+    _REPLACED[f"avg_pool{_dims}d"] = functools.partial(_avg_pool, dims=_dims)
+    _REPLACED[f"max_pool{_dims}d_with_indices_backward"] = functools.partial(_max_pool_backward, dims=_dims)
+for _mode, _is_nearest in (("nearest", True), ("bilinear", False)):
+    _REPLACED[f"upsample_{_mode}2d"] = functools.partial(_interpolated, is_nearest=_is_nearest)
+    _REPLACED[f"upsample_{_mode}2d_backward"] = functools.partial(
+        _interpolated_backward, is_nearest=_is_nearest
+    )
