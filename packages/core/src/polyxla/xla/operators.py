@@ -215,7 +215,9 @@ def _vector_norm(
     if math.isfinite(order):
         return of_torch_xla(x, order, _whole(x, dim), keepdim, dtype=dtype)
     extreme = torch.amax if order > 0 else torch.amin
-    return extreme(x.abs().to(dtype or x.dtype), dim or (), keepdim)
+    # Of complex numbers, these are real.
+    sizes = x.abs()
+    return extreme(sizes if dtype is None else sizes.to(dtype), dim or (), keepdim)
 
 
 def _logsumexp(
