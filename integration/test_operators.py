@@ -146,6 +146,10 @@ def _tripled(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _complex(x: torch.Tensor) -> torch.Tensor:
+    return torch.complex(x[:3], x[3:] + 5)
+
+
 VALUES = torch.tensor([-3.0, -1.0, -0.1, 0.0, 0.5, 2.0])
 REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elu": lambda x: F.elu(x, 2.0),
@@ -205,6 +209,7 @@ REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         + torch.linalg.vector_norm(x.reshape(2, 3), -math.inf, 1)
     ),
     "nan-to-num": lambda x: (x * 0 + math.inf).bfloat16().nan_to_num().float() + x,
+    "complex-abs": lambda x: _complex(x).abs(),
     "hardtanh": lambda x: F.hardtanh(x, -1, 0.5),
     "relu6": F.relu6,
     "hardsigmoid": F.hardsigmoid,

@@ -178,6 +178,12 @@ def _batch_of(x: torch.Tensor) -> torch.Tensor:
     return torch.unsqueeze_copy(x, 0)
 
 
+def _abs(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    found = of_torch_xla(x)
+    # torch_xla says that it is complex.
+    return found.to(x.dtype.to_real()) if x.is_complex() else found
+
+
 def _hardtanh_gradient(
     gradient: torch.Tensor, x: torch.Tensor, low: float = -1, high: float = 1
 ) -> torch.Tensor:
@@ -495,6 +501,7 @@ _REPLACED: dict[str, Callable[..., Any]] = {
         ("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype"), _norm
     ),
     "linalg_vector_norm": _vector_norm,
+    "abs": _abs,
     **dict.fromkeys(("sum.dim_IntList", "mean.dim"), _reduction),
     **dict.fromkeys(
         ("std.correction", "var.correction", "std_mean.correction", "var_mean.correction"), _reduction
