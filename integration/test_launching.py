@@ -322,8 +322,10 @@ def test_what_a_program_sets_for_its_process_holds_in_its_replicas(
 
 
 def test_replicas_draw_other_numbers_from_pythons_generator_where_it_is_not_seeded(
-    runtime: RuntimeUnderTest,
+    runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Other tests of this process may have seeded it.
+    monkeypatch.setattr("polyxla.process_settings.seeds", [])
     assert len(set(runtime.launch(_random_number, devices=2))) == 2
 
 
