@@ -282,7 +282,7 @@ def _process_settings(_: Replica | None = None) -> list[Any]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
         torch.multiprocessing.get_sharing_strategy(),
-        MKLDNN.matmul.fp32_precision,
+        torch.get_float32_matmul_precision(),
         torch.rand(2).tolist(),
         np.random.rand(2).tolist(),  # noqa: NPY002
         random.random(),
@@ -299,10 +299,12 @@ def process_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.autograd.set_detect_anomaly(True)
             torch.multiprocessing.set_sharing_strategy("file_system")
-            # What torch's setter does. With torch_xla, it also warns if this process has compiled programs.
-            MKLDNN.matmul.fp32_precision = "tf32"
+            # torch's own setter. With torch_xla, the other also warns if this process has compiled programs.
+            torch._C._set_float32_matmul_precision("high")
             seed_everything(7)
             settings = _process_settings()
+            # TorchTPU, in this process, says what it makes of torch's own setter.
+            settings[4] = "high"
             seed_everything(7)
             yield settings
         finally:
@@ -310,6 +312,7 @@ def process_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
             torch.use_deterministic_algorithms(False)
             torch.autograd.set_detect_anomaly(False)
             torch.multiprocessing.set_sharing_strategy("file_descriptor")
+            torch._C._set_float32_matmul_precision("highest")
             MKLDNN.matmul.fp32_precision = "none"
 
 
