@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from polyxla_bridge.engine.jax_engine import JaxEngine
@@ -30,6 +33,24 @@ def test_four_processes_compile_one_program_once(printed: Printed) -> None:
     assert len(set(asked)) == 1, found
     # As many as one process would compile alone.
     assert sum(map(int, mine)) == int(asked[0]), found
+
+
+def test_numpys_generator_stays_as_the_program_seeded_it() -> None:
+    # A cold process: the client's start imports jax, which draws from the generator.
+    code = """
+import sys, numpy, torch, torch_xla
+assert "jax" not in sys.modules
+numpy.random.seed(7)
+torch.ones(1, device="xla").cpu()
+assert "jax" in sys.modules
+print(numpy.random.rand())
+"""
+    environ = os.environ | {"PJRT_DEVICE": "CPU_POLYXLA"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == np.random.RandomState(7).rand()
 
 
 def test_the_engine_can_load_a_program_that_torch_xla_cached(printed: Printed, tmp_path: Path) -> None:
