@@ -502,9 +502,16 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     ),
     "linalg_vector_norm": _vector_norm,
     "abs": _abs,
-    **dict.fromkeys(("sum.dim_IntList", "mean.dim"), _reduction),
     **dict.fromkeys(
-        ("std.correction", "var.correction", "std_mean.correction", "var_mean.correction"), _reduction
+        (
+            "sum.dim_IntList",
+            "mean.dim",
+            "std.correction",
+            "var.correction",
+            "std_mean.correction",
+            "var_mean.correction",
+        ),
+        _reduction,
     ),
     "logsumexp": _logsumexp,
     **dict.fromkeys(("amax", "amin"), _extreme),
