@@ -47,8 +47,12 @@ scatter_reduce.amin scatter_reduce.mean scatter_reduce.prod scatter_reduce.sum s
 sigmoid sign sin softmax sort split sqrt square stack std_mean sub take tanh topk true_divide var_mean where
 """
 """Operators all of whose samples are right on an emulated TPU with torch_xla, except for `NAN_GRADIENTS`."""
-NAN_GRADIENTS = {"scatter_reduce.amax[4]", "scatter_reduce.amin[4]"}
-"""Samples whose result is NaN: the gradient is 0, where the CPU divides 0 by 0."""
+NAN_GRADIENTS = {
+    *("scatter_reduce.amax[4]", "scatter_reduce.amin[4]"),
+    *("nn.functional.hardtanh[4]", "nn.functional.relu6[3]"),
+}
+"""Samples whose result is NaN. The gradient of the first two is 0, where the CPU divides 0 by 0. That of the
+others is the result's, as with CUDA; where the CPU computes several elements at once, it has 0."""
 BOTH_WRONG: set[str] = {
     "masked.amax[4]",
     "masked.amin[4]",
@@ -150,6 +154,10 @@ def _complex(x: torch.Tensor) -> torch.Tensor:
     return torch.complex(x[:3], x[3:] + 5)
 
 
+def _parts(z: torch.Tensor) -> torch.Tensor:
+    return torch.cat([z.real.flatten(), z.imag.flatten()])
+
+
 VALUES = torch.tensor([-3.0, -1.0, -0.1, 0.0, 0.5, 2.0])
 REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elu": lambda x: F.elu(x, 2.0),
@@ -210,6 +218,20 @@ REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     ),
     "nan-to-num": lambda x: (x * 0 + math.inf).bfloat16().nan_to_num().float() + x,
     "complex-abs": lambda x: _complex(x).abs(),
+    "complex-quotient": lambda x: _parts(_complex(x) / (_complex(x * 2) + 1j)),
+    "complex-quotient-by-real": lambda x: _parts(_complex(x) / (x[:3] + 5)),
+    "complex-quotient-by-number": lambda x: _parts(_complex(x) / 2.5 + x[:3] / (1 + 2j)),
+    "complex-quotient-in-place": lambda x: _parts((_complex(x) * 1).div_(_complex(x) + 1)),
+    "complex-quotient-within-torch": lambda x: _parts(torch.trapezoid(_complex(x), _complex(x * 2))),
+    "complex-tanh": lambda x: _parts(_complex(x / 4).tanh() + _complex(x / 4).sigmoid()),
+    "complex-einsum": lambda x: _parts(torch.einsum("i,j->ij", _complex(x), _complex(x * 2))),
+    "complex-inverse": lambda x: _parts(torch.linalg.inv(torch.diag_embed(_complex(x)) + x[:3, None])),
+    "quotient-by-number": lambda x: x / 2.5 + (x * 1).div_(3) + (x.long() / 3).detach() + x.bfloat16() / 4,
+    "quotient-rounded": lambda x: (
+        torch.div(x, 0.3, rounding_mode="floor") + torch.div(x, x.detach() + 9, rounding_mode="trunc") + x
+    ),
+    "tanh": lambda x: x.tanh() + x.sigmoid(),
+    "einsum": lambda x: torch.einsum("i,j->ij", x, x * 2),
     "hardtanh": lambda x: F.hardtanh(x, -1, 0.5),
     "relu6": F.relu6,
     "hardsigmoid": F.hardsigmoid,

@@ -37,6 +37,7 @@ def replace_operators() -> None:
             _replace(name, function)
         for dims in (2, 3):
             _replace(f"max_pool{dims}d", functools.partial(_max_pool, dims=dims), f"Autograd{_KEY}")
+        _replace("einsum", _einsum, f"Autograd{_KEY}")
 
 
 def _replace(name: str, function: Callable[..., Any], key: str = _KEY) -> None:
@@ -184,6 +185,61 @@ def _abs(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Te
     return found.to(x.dtype.to_real()) if x.is_complex() else found
 
 
+def _quotient(
+    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor | complex, divisor: torch.Tensor | complex
+) -> torch.Tensor:
+    if not isinstance(divisor, torch.Tensor):
+        # torch passes a number without its tensor, which torch_xla wants.
+        by_number: torch.Tensor = torch.ops.aten.div.Scalar(x, divisor)
+        return by_number
+    dtype = torch.result_type(x, divisor)
+    if dtype.is_complex:
+        # torch_xla's own drops the imaginary part.
+        return x * divisor.reciprocal()
+    return of_torch_xla(x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=dtype), divisor)
+
+
+def _quotient_by_number(
+    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, divisor: complex
+) -> torch.Tensor:
+    dtype = torch.result_type(x, divisor)
+    return (
+        x * torch.tensor(divisor, dtype=dtype).reciprocal() if dtype.is_complex else of_torch_xla(x, divisor)
+    )
+
+
+def _rounded_quotient(
+    of_torch_xla: Callable[..., torch.Tensor], x: Any, divisor: Any, *, rounding_mode: str | None
+) -> torch.Tensor:
+    if rounding_mode is None:
+        return torch.div(x, divisor)
+    dtype = torch.result_type(x, divisor)
+    x, divisor = (y if isinstance(y, torch.Tensor) else torch.tensor(y, dtype=dtype) for y in (x, divisor))
+    return of_torch_xla(x, divisor, rounding_mode=rounding_mode)
+
+
+def _tanh_gradient(
+    of_torch_xla: Callable[..., torch.Tensor], gradient: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    return gradient * (1 - y * y).conj_physical() if y.is_complex() else of_torch_xla(gradient, y)
+
+
+def _sigmoid_gradient(
+    of_torch_xla: Callable[..., torch.Tensor], gradient: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    return gradient * (y - y * y).conj_physical() if y.is_complex() else of_torch_xla(gradient, y)
+
+
+def _einsum(
+    of_torch_xla: Callable[..., torch.Tensor], equation: str, tensors: list[torch.Tensor], **path: Any
+) -> torch.Tensor:
+    if not any(x.is_complex() for x in tensors):
+        return of_torch_xla(equation, tensors, **path)
+    # torch_xla's own does not conjugate the gradients; torch's consists of other operators.
+    product: torch.Tensor = torch.ops.aten.einsum.default.decompose(equation, tensors, **path)
+    return product
+
+
 def _hardtanh_gradient(
     gradient: torch.Tensor, x: torch.Tensor, low: float = -1, high: float = 1
 ) -> torch.Tensor:
@@ -307,7 +363,16 @@ def _svd(
 def _inverse(
     of_torch_xla: Callable[..., Any], x: torch.Tensor, *options: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    inverse, _ = of_torch_xla(x, *options, **named)
+    if x.is_complex():
+        # torch_xla's own is wrong. Complex numbers are real matrices: a + bi is [[a, -b], [b, a]].
+        real, imag = (torch.select_copy(torch.view_as_real_copy(x), -1, part) for part in (0, 1))
+        rows = torch.cat([real, -imag], -1), torch.cat([imag, real], -1)
+        whole, _ = of_torch_xla(torch.cat(rows, -2), *options, **named)
+        size = x.shape[-1]
+        left = whole.narrow_copy(-1, 0, size)
+        inverse = torch.complex(left.narrow_copy(-2, 0, size), left.narrow_copy(-2, size, size))
+    else:
+        inverse, _ = of_torch_xla(x, *options, **named)
     # One number for each matrix. XLA does not say whether it has an inverse.
     return inverse, torch.zeros(x.shape[:-2], dtype=torch.int32, device=x.device)
 
@@ -517,6 +582,11 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("amax", "amin"), _extreme),
     **dict.fromkeys(("max", "min", "max.dim", "min.dim"), _of_halves),
     **dict.fromkeys(("count_nonzero", "count_nonzero.dim_IntList"), _count_nonzero),
+    "div.Tensor": _quotient,
+    "div.Scalar": _quotient_by_number,
+    "div.Tensor_mode": _rounded_quotient,
+    "tanh_backward": _tanh_gradient,
+    "sigmoid_backward": _sigmoid_gradient,
     "nan_to_num": _nan_to_num,
     "nll_loss_forward": _nll_loss,
     "nll_loss_backward": _nll_loss_backward,
