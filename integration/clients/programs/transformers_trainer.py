@@ -59,6 +59,7 @@ def train(model, args):
         learning_rate=3e-3,
         lr_scheduler_type="constant",
         optim="adamw_torch",
+        gradient_checkpointing=True,
         save_strategy="epoch",
         report_to="none",
         disable_tqdm=True,

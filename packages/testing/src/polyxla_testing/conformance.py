@@ -95,6 +95,11 @@ class RuntimeConformance:
         runtime.launch(_describe, devices=self.devices)
         assert dict(os.environ) == before
 
+    def test_what_a_checkpoint_computes_again_draws_the_same_numbers(self, runtime: RuntimeUnderTest) -> None:
+        results = runtime.launch(_drop_twice, devices=self.devices)
+        assert all(output == gradient for output, gradient in results)
+        assert all(0 < sum(output) < 4 * len(output) for output, _ in results)
+
     def test_training_reduces_the_loss(self, runtime: RuntimeUnderTest) -> None:
         for first, last in runtime.launch(_train, devices=self.devices):
             assert last < first / 10
@@ -174,6 +179,18 @@ def _return_tensors(replica: Replica) -> list[Any]:
 
 def _exit(replica: Replica) -> None:
     sys.exit(0)
+
+
+def _drop_twice(replica: Replica) -> tuple[list[float], list[float]]:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    x = replica.to_device(torch.ones(64)).requires_grad_()
+    dropout = torch.nn.Dropout(0.5)
+    y: torch.Tensor = checkpoint(lambda x: dropout(dropout(x)), x, use_reentrant=False)
+    y.sum().backward()
+    assert x.grad is not None
+    return y.tolist(), x.grad.tolist()
 
 
 def _train(replica: Replica) -> tuple[float, float]:

@@ -38,6 +38,7 @@ from torch import _weights_only_unpickler
 from torch_xla.distributed.parallel_loader import ParallelLoader
 
 from polyxla.process_settings import float32_precision
+from polyxla.xla.activation_checkpoints import allow_activation_checkpoints
 from polyxla.xla.operators import replace_operators
 
 _LEAVE_S = 5.0
@@ -64,6 +65,7 @@ def mend_torch_xla() -> None:
     _replace_collectives()
     _count_safe_globals()
     _obey_matmul_precision()
+    allow_activation_checkpoints()
 
 
 def _count_safe_globals() -> None:
