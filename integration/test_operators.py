@@ -307,6 +307,23 @@ def test_programs_that_differ_in_an_argument_are_not_taken_for_the_same(name: st
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("is_training", [True, None, False])
+def test_native_dropout_drops_its_share(p: float, is_training: bool | None) -> None:
+    x = torch.full((100, 100), 2.0, device="xla", requires_grad=True)
+    y, kept = torch.native_dropout(x, p, is_training)
+    y.sum().backward()
+    assert (kept.dtype, kept.shape) == (torch.bool, x.shape)
+    p = 0 if is_training is False else p
+    assert kept.float().mean().item() == pytest.approx(1 - p, abs=0.03)
+    expected = kept.cpu() / (1 - p) if p < 1 else torch.zeros(100, 100)
+    torch.testing.assert_close(y.detach().cpu(), 2 * expected)
+    assert x.grad is not None
+    # torch's own gradient scales only if it was told that this is a training.
+    scale = 1 if is_training else 1 - p
+    torch.testing.assert_close(x.grad.cpu(), expected * scale)
+
+
 def test_counts_of_numbers_have_their_type_and_shape() -> None:
     x = VALUES.reshape(2, 3).to("xla")
     for count in (torch.count_nonzero(x), torch.count_nonzero(x, 1), torch.count_nonzero(x, (0, 1))):

@@ -240,6 +240,13 @@ def _einsum(
     return product
 
 
+def _native_dropout(x: torch.Tensor, p: float, is_training: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if is_training is False:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = torch.bernoulli(torch.full_like(x, 1 - p))
+    return x * kept * (1 / (1 - p) if p < 1 else 0), kept.bool()
+
+
 def _hardtanh_gradient(
     gradient: torch.Tensor, x: torch.Tensor, low: float = -1, high: float = 1
 ) -> torch.Tensor:
@@ -556,6 +563,7 @@ _OWN = {
     "elu": _elu,
     "elu_backward": _elu_backward,
     "celu": _celu,
+    "native_dropout": _native_dropout,
     "hardtanh_backward": _hardtanh_gradient,
     "hardsigmoid_backward": _hardsigmoid_gradient,
     "hardswish_backward": _hardswish_gradient,
