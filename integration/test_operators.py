@@ -299,6 +299,33 @@ def test_operators_that_torch_xla_computes_wrongly_are_replaced(name: str) -> No
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+SECOND_GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max-pool": lambda x: F.max_pool2d(x.reshape(1, 2, 3) ** 2, 2, 1),
+    "max-pool-3d": lambda x: F.max_pool3d(_cube(x)[None] ** 2, 2, 1, padding=1),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x.reshape(2, 3), x.reshape(2, 3) * 2),
+    "einsum-of-one": lambda x: torch.einsum("ij,kj->ik", _square(x), _square(x)) * x[0],
+    "einsum-of-three": lambda x: torch.einsum("i,i,j->ij", x, x + 1, x[:2]),
+    "einsum-of-constants": lambda x: torch.einsum("i,ij->j", x, x.detach()[:, None] + 1) ** 3,
+    "inverse": lambda x: torch.linalg.inv(_matrices(x)[..., :2]),
+    "elu": lambda x: F.elu(x, 2.0) * x,
+    "diagonal": lambda x: torch.diagonal(_cube(x), 1) ** 2,
+    "index-add": lambda x: (x * x).index_add(0, torch.tensor([1, 1], device=x.device), x[:2]),
+}
+
+
+@pytest.mark.parametrize("name", SECOND_GRADIENTS)
+def test_gradients_have_gradients(name: str) -> None:
+    found = []
+    for device in ("xla", "cpu"):
+        x = VALUES.clone().to(device).requires_grad_()
+        y = SECOND_GRADIENTS[name](x)
+        (gradient,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        (gradient * gradient).sum().backward()
+        assert x.grad is not None
+        found.append(x.grad.cpu())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", SAME_HASH)
 def test_programs_that_differ_in_an_argument_are_not_taken_for_the_same(name: str) -> None:
     for function in SAME_HASH[name]:

@@ -14,7 +14,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
@@ -107,7 +107,7 @@ def _avg_pool(
 
 
 def _max_pool(
-    of_torch_xla: Callable[..., torch.Tensor],
+    _: Callable[..., torch.Tensor],
     x: torch.Tensor,
     sizes: Sequence[int],
     strides: Sequence[int] = (),
@@ -117,8 +117,7 @@ def _max_pool(
     *,
     dims: int,
 ) -> torch.Tensor:
-    if all(dilation == 1 for dilation in dilations):
-        return of_torch_xla(x, sizes, strides, paddings, dilations, ceil_mode)
+    # torch_xla's own passes over dilations, and its gradient has none. The program is the same.
     with_indices = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices")
     values: torch.Tensor = with_indices(x, sizes, strides, paddings, dilations, ceil_mode)[0]
     return values
@@ -233,11 +232,49 @@ def _sigmoid_gradient(
 def _einsum(
     of_torch_xla: Callable[..., torch.Tensor], equation: str, tensors: list[torch.Tensor], **path: Any
 ) -> torch.Tensor:
-    if not any(x.is_complex() for x in tensors):
-        return of_torch_xla(equation, tensors, **path)
-    # torch_xla's own does not conjugate the gradients; torch's consists of other operators.
+    if any(x.is_complex() for x in tensors):
+        # torch_xla's own does not conjugate the gradients.
+        return _einsum_of_torch(equation, tensors, **path)
+    product: Any = _Einsum.apply(of_torch_xla, equation, path, *tensors)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", product)
+
+
+def _einsum_of_torch(equation: str, tensors: Sequence[torch.Tensor], **path: Any) -> torch.Tensor:
+    """Return what other operators compute, which have every gradient."""
     product: torch.Tensor = torch.ops.aten.einsum.default.decompose(equation, tensors, **path)
     return product
+
+
+class _Einsum(torch.autograd.Function):
+    """torch_xla's own, and a gradient that has a gradient if one is asked for, which torch_xla's has not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        of_torch_xla: Callable[..., torch.Tensor],
+        equation: str,
+        path: dict[str, Any],
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.options = of_torch_xla, equation, path
+        return of_torch_xla(equation, tensors, **path)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_torch_xla, equation, path = ctx.options
+        is_wanted = ctx.needs_input_grad[3:]
+        has_gradient = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # The same tensor may be given twice. XLA computes the product once, or not at all.
+            tensors = [
+                x.view_as(x) if has_gradient else x.detach().requires_grad_(is_one)
+                for x, is_one in zip(ctx.saved_tensors, is_wanted, strict=True)
+            ]
+            product = (_einsum_of_torch if has_gradient else of_torch_xla)(equation, tensors, **path)
+        wanted = [x for x, is_one in zip(tensors, is_wanted, strict=True) if is_one]
+        found = iter(torch.autograd.grad(product, wanted, gradient, create_graph=has_gradient))
+        return (None, None, None, *(next(found) if is_one else None for is_one in is_wanted))
 
 
 def _native_dropout(x: torch.Tensor, p: float, is_training: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
