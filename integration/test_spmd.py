@@ -125,3 +125,9 @@ def test_a_tensor_that_is_redistributed_has_its_new_sharding(
     assert done.returncode == 0, done.stderr
     rows, columns = "{devices=[4,1]0,1,2,3}", "{devices=[1,4]0,1,2,3}"
     assert done.stdout.split() == [rows, "{replicated}", columns, rows]
+
+
+@pytest.mark.slow
+def test_a_tensor_that_is_being_computed_can_be_divided(clean_environ: dict[str, str]) -> None:
+    done = run([sys.executable, str(PROGRAMS / "divide_at_once.py")], {**clean_environ, **CPU})
+    assert (done.returncode, done.stdout) == (0, "10\n"), done.stderr

@@ -6,6 +6,7 @@ import gc
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd.xla_sharding as xs
 import torch_xla.runtime as xr
 from torch_xla_helpers import engine
@@ -24,6 +25,8 @@ mesh = xs.Mesh(np.arange(4), (4,), ("all",))
 x = torch.ones(8, 2).to("xla")
 y = x + 1
 torch_xla.sync()
+# Without polyxla's core, torch_xla refuses to divide a tensor that is being computed.
+xm.wait_device_ops()
 xs.mark_sharding(y, mesh, ("all", None))
 print(y.cpu().sum().item(), (y @ y.t()).sum().item())
 

@@ -14,6 +14,8 @@ middle of their ``torch.load``: torch keeps one set for the process.
 ``torch.set_float32_matmul_precision``, which torch_xla ignores: it has a setting of its own, which does not
 reach programs that are compiled already.
 
+Tensors that a program still computes, which torch_xla refuses to divide with ``mark_sharding``.
+
 Threads of a loader whose loop was left early: where one copies a batch while Python ends, Python ends it in
 torch_xla's C++ code, which aborts the process (SIGABRT).
 """
@@ -65,6 +67,7 @@ def mend_torch_xla() -> None:
     _replace_collectives()
     _count_safe_globals()
     _obey_matmul_precision()
+    _wait_before_sharding()
     allow_activation_checkpoints()
 
 
@@ -146,6 +149,23 @@ def _obey_matmul_precision() -> None:
     # TPU's is not: a program that sets nothing gets a TPU's.
     if given := float32_precision():
         set_for_new_programs(_PRECISIONS[given])
+
+
+def _wait_before_sharding() -> None:
+    """Have ``mark_sharding`` wait for a tensor that a program still computes."""
+    mark = _native._xla_mark_sharding
+
+    @functools.wraps(mark)
+    def mark_when_computed(*arguments: Any) -> None:
+        try:
+            mark(*arguments)
+        except RuntimeError as error:
+            if "Data does not present on any device" not in str(error):
+                raise
+            _native._xla_wait_device_ops([])
+            mark(*arguments)
+
+    _native._xla_mark_sharding = mark_when_computed
 
 
 class _Reported:
