@@ -326,6 +326,15 @@ def test_gradients_have_gradients(name: str) -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", [*SECOND_GRADIENTS])
+def test_gradients_are_those_of_torch_func_too(name: str) -> None:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return SECOND_GRADIENTS[name](x).square().sum()
+
+    found = [torch.func.grad(total)(VALUES.to(device)).cpu() for device in ("xla", "cpu")]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", SAME_HASH)
 def test_programs_that_differ_in_an_argument_are_not_taken_for_the_same(name: str) -> None:
     for function in SAME_HASH[name]:

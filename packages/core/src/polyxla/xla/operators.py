@@ -232,8 +232,8 @@ def _sigmoid_gradient(
 def _einsum(
     of_torch_xla: Callable[..., torch.Tensor], equation: str, tensors: list[torch.Tensor], **path: Any
 ) -> torch.Tensor:
-    if any(x.is_complex() for x in tensors):
-        # torch_xla's own does not conjugate the gradients.
+    if torch._C._functorch.peek_interpreter_stack() or any(x.is_complex() for x in tensors):
+        # torch_xla's own does not conjugate gradients, and torch.func takes no function with its own.
         return _einsum_of_torch(equation, tensors, **path)
     product: Any = _Einsum.apply(of_torch_xla, equation, path, *tensors)  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", product)
