@@ -326,7 +326,7 @@ def test_gradients_have_gradients(name: str) -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*SECOND_GRADIENTS])
+@pytest.mark.parametrize("name", SECOND_GRADIENTS)
 def test_gradients_are_those_of_torch_func_too(name: str) -> None:
     def total(x: torch.Tensor) -> torch.Tensor:
         return SECOND_GRADIENTS[name](x).square().sum()

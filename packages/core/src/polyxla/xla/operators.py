@@ -36,7 +36,7 @@ def replace_operators() -> None:
         for name, function in _REPLACED.items():
             _replace(name, function)
         for dims in (2, 3):
-            _replace(f"max_pool{dims}d", functools.partial(_max_pool, dims=dims), f"Autograd{_KEY}")
+            _library.impl(f"max_pool{dims}d", functools.partial(_max_pool, dims=dims), f"Autograd{_KEY}")
         _replace("einsum", _einsum, f"Autograd{_KEY}")
 
 
@@ -107,7 +107,6 @@ def _avg_pool(
 
 
 def _max_pool(
-    _: Callable[..., torch.Tensor],
     x: torch.Tensor,
     sizes: Sequence[int],
     strides: Sequence[int] = (),
