@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import polyxla
@@ -310,6 +311,16 @@ SECOND_GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elu": lambda x: F.elu(x, 2.0) * x,
     "diagonal": lambda x: torch.diagonal(_cube(x), 1) ** 2,
     "index-add": lambda x: (x * x).index_add(0, torch.tensor([1, 1], device=x.device), x[:2]),
+    "std": lambda x: torch.std(x) * x,
+    "std-of-rows": lambda x: x.reshape(2, 3).std(1),
+    "selu": lambda x: F.selu(x) * x,
+    "kl-div": lambda x: F.kl_div(x.log_softmax(0), (x * x).softmax(0), reduction="none"),
+    "cross": lambda x: torch.cross(x[:3], x[3:] ** 2, dim=0),
+    "diag": lambda x: torch.diag(x * x, 1),
+    "inverse-of-one": lambda x: torch.inverse(_matrices(x)[0, 0, :, :2]),
+    "logdet": lambda x: torch.logdet(_matrices(x)[0, 1, :, :2] + 9 * torch.eye(2, device=x.device)),
+    "slogdet": lambda x: torch.stack(torch.linalg.slogdet(_matrices(x)[0, :, :, 1:])),
+    "svd": lambda x: torch.svd(_matrices(x)[0, 1, :, :2])[1],
 }
 
 
@@ -333,6 +344,20 @@ def test_gradients_are_those_of_torch_func_too(name: str) -> None:
 
     found = [torch.func.grad(total)(VALUES.to(device)).cpu() for device in ("xla", "cpu")]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SECOND_GRADIENTS)
+def test_derivatives_along_a_direction_are_those_of_torch(name: str) -> None:
+    found = []
+    for device in ("xla", "cpu"):
+        x, direction = VALUES.to(device), torch.linspace(0.5, 1.5, len(VALUES)).to(device)
+        _, by_func = torch.func.jvp(SECOND_GRADIENTS[name], (x,), (direction,))
+        with forward_ad.dual_level():
+            result = SECOND_GRADIENTS[name](forward_ad.make_dual(x, direction))
+            by_dual = forward_ad.unpack_dual(result).tangent
+        found.append((by_func.cpu(), by_dual.cpu()))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SAME_HASH)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 _KEY = "XLA"
@@ -30,14 +31,15 @@ def replace_operators() -> None:
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for name, function in _OWN.items():
             _library.impl(name, function, _KEY)
-        for name in ("selu", "selu_"):
-            # Both fall through to elu. Without this, torch warns that gradients may be wrong.
-            _library.impl(name, torch.library.fallthrough_kernel, f"Autograd{_KEY}")
+        for name in _COMPOSED:
+            of_torch = torch.library.get_kernel(f"aten::{name}", "AutogradCPU")
+            _library.impl(name, of_torch.call_boxed, f"Autograd{_KEY}", with_keyset=True)
         for name, function in _REPLACED.items():
             _replace(name, function)
         for dims in (2, 3):
             _library.impl(f"max_pool{dims}d", functools.partial(_max_pool, dims=dims), f"Autograd{_KEY}")
         _replace("einsum", _einsum, f"Autograd{_KEY}")
+        _replace("_linalg_slogdet", _slogdet, f"Autograd{_KEY}")
 
 
 def _replace(name: str, function: Callable[..., Any], key: str = _KEY) -> None:
@@ -231,8 +233,9 @@ def _sigmoid_gradient(
 def _einsum(
     of_torch_xla: Callable[..., torch.Tensor], equation: str, tensors: list[torch.Tensor], **path: Any
 ) -> torch.Tensor:
-    if torch._C._functorch.peek_interpreter_stack() or any(x.is_complex() for x in tensors):
-        # torch_xla's own does not conjugate gradients, and torch.func takes no function with its own.
+    if _is_transformed() or any(x.is_complex() for x in tensors):
+        # torch_xla's own does not conjugate gradients, and neither torch.func nor forward mode takes a
+        # function with its own.
         return _einsum_of_torch(equation, tensors, **path)
     product: Any = _Einsum.apply(of_torch_xla, equation, path, *tensors)  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", product)
@@ -242,6 +245,24 @@ def _einsum_of_torch(equation: str, tensors: Sequence[torch.Tensor], **path: Any
     """Return what other operators compute, which have every gradient."""
     product: torch.Tensor = torch.ops.aten.einsum.default.decompose(equation, tensors, **path)
     return product
+
+
+def _is_transformed() -> bool:
+    """Return whether torch.func or forward mode differentiates."""
+    return bool(torch._C._functorch.peek_interpreter_stack()) or forward_ad._current_level >= 0
+
+
+def _slogdet(
+    of_torch_xla: Callable[..., tuple[torch.Tensor, ...]], matrix: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    if not _is_transformed() and not (torch.is_grad_enabled() and matrix.requires_grad):
+        return of_torch_xla(matrix)
+    # torch_xla leaves out the factors, of which torch computes the gradient.
+    factors, pivots, _ = torch.linalg.lu_factor_ex(matrix)
+    diagonal = torch.diagonal(factors, dim1=-2, dim2=-1)
+    swaps = pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)
+    sign = diagonal.sgn().prod(-1) * (1 - 2 * (swaps.sum(-1) % 2))
+    return sign, diagonal.abs().log().sum(-1), factors, pivots
 
 
 class _Einsum(torch.autograd.Function):
@@ -595,6 +616,10 @@ def _linear(
     return [(i.to(like.device), part.to(like.device)) for i, part in ((low, 1 - weight), (high, weight))]
 
 
+_COMPOSED = (
+    *("cross", "diag", "inverse", "kl_div", "logdet", "qr", "selu", "selu_", "std", "std.dim", "svd"),
+)
+"""Operators that torch composes of others. torch_xla hides that: torch.func found their gradients to be 0."""
 _OWN = {
     "elu": _elu,
     "elu_backward": _elu_backward,
