@@ -22,7 +22,7 @@ from polyxla import Replica
 
 PROGRAM = Path(__file__).parent / "programs" / "operators.py"
 sys.path.append(str(PROGRAM.parent))
-from operators import ANY_SIZE, Numbers, difference  # noqa: E402
+from operators import ANY_SIZE, TRANSFORMS, Numbers, difference  # noqa: E402
 
 pytestmark = pytest.mark.pjrt
 
@@ -54,6 +54,15 @@ NAN_GRADIENTS = {
 }
 """Samples whose result is NaN. The gradient of the first two is 0, where the CPU divides 0 by 0. That of the
 others is the result's, as with CUDA; where the CPU computes several elements at once, it has 0."""
+DIFFERENT: dict[str, set[str]] = {
+    "--vjp": NAN_GRADIENTS,
+    "--jvp": {
+        *("max.reduction_no_dim[2]", "min.reduction_no_dim[2]", "nn.functional.prelu[4]"),
+        *("nn.functional.hardtanh[4]", "nn.functional.relu6[3]"),
+    },
+    "--vmap": set(),
+}
+"""Such samples that torch.func differentiates, or maps: all have NaN."""
 BOTH_WRONG: set[str] = {
     "masked.amax[4]",
     "masked.amin[4]",
@@ -109,6 +118,15 @@ def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     assert operators_of(found) == {*OPERATORS.split()}
     assert len(found) > 300
     assert {name for name, text in found.items() if text} == NAN_GRADIENTS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func_of_operators_computes_what_the_cpu_computes(transform: str, tmp_path: Path) -> None:
+    assert run(tmp_path, EMULATED, transform, *OPERATORS.split()) == 0
+    found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}
+    assert operators_of(found) == {*OPERATORS.split()}
+    assert {name for name, text in found.items() if text} == DIFFERENT[transform]
 
 
 IN_LIBRARY = """

@@ -2,12 +2,14 @@
 
 ``operators.py DIRECTORY [--any-size] [NAME ...]`` computes each operator that has no file in the directory
 yet, forward and backward, so that it continues where an earlier process ended. All samples of an operator are
-one program. With ``--any-size``, the bridge's C library computes what it computes for large arrays only.
+one program. With ``--any-size``, the bridge's C library computes what it computes for large arrays only. With
+``--vjp``, ``--jvp`` or ``--vmap``, torch.func differentiates or maps the operators.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import sys
@@ -17,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 SAMPLES = 4
 """Samples of each operator, and once more the first that has numbers, with NaN and infinity among them."""
 ANY_SIZE = "--any-size"
+TRANSFORMS = ("--vjp", "--jvp", "--vmap")
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 Numbers = list[torch.Tensor] | str
 """Results and gradients of one sample, or the error that it raised."""
+Compute = Callable[[Any, Any, str], Numbers]
+"""A function of an operator, a sample and a device."""
 
 
 def title(operator: Any) -> str:
@@ -52,16 +57,21 @@ def samples(operator: Any) -> Iterator[Any]:
             return
 
 
-def computed(operator: Any, sample: Any, device: str) -> Numbers:
-    """Return the results of a sample, the gradients of its inputs, and the shapes of all of them."""
+def moved(sample: Any, device: str) -> Any:
+    """Return a sample's arguments on a device, named and not."""
 
-    def moved(leaf: Any) -> Any:
+    def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return leaf.detach().clone().to(device).requires_grad_(leaf.requires_grad)
 
+    return tree_map(move, (sample.input, sample.args, sample.kwargs))
+
+
+def computed(operator: Any, sample: Any, device: str) -> Numbers:
+    """Return the results of a sample, the gradients of its inputs, and the shapes of all of them."""
     try:
-        given = tree_map(moved, (sample.input, sample.args, sample.kwargs))
+        given = moved(sample, device)
         result = operator(given[0], *given[1], **given[2])
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         inputs = [
@@ -70,15 +80,48 @@ def computed(operator: Any, sample: Any, device: str) -> Numbers:
         smooth = [result for result in results if result.requires_grad]
         if inputs and smooth:
             # Every element differs, so that a gradient in the wrong place is seen.
-            weights = [torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape) for result in smooth]
-            moved_weights = [
-                weight.to(result.dtype).to(device) for weight, result in zip(weights, smooth, strict=True)
-            ]
-            gradients = torch.autograd.grad(smooth, inputs, moved_weights, allow_unused=True)
+            gradients = torch.autograd.grad(smooth, inputs, list(map(direction, smooth)), allow_unused=True)
             results += [gradient for gradient in gradients if gradient is not None]
         # What is said of a result before it is computed: the next operator relies on it.
         shapes = torch.tensor([number for result in results for number in (result.dim(), *result.shape)])
         return [*(result.detach() for result in results), shapes]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+
+
+def direction(x: torch.Tensor) -> torch.Tensor:
+    """Return numbers that all differ, on the device of a tensor and with its shape and dtype."""
+    return torch.linspace(0.5, 1.5, x.numel()).reshape(x.shape).to(x.dtype).to(x.device)
+
+
+def transformed(transform: str, operator: Any, sample: Any, device: str) -> Numbers:
+    """Return what one of torch.func's transforms of an operator computes."""
+    try:
+        leaves, structure = tree_flatten(moved(sample, device))
+        places = [
+            place
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        inputs = tuple(leaves[place] for place in places)
+
+        def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            mine = list(leaves)
+            for place, tensor in zip(places, given, strict=True):
+                mine[place] = tensor
+            first, others, named = tree_unflatten(mine, structure)
+            results = tree_leaves(operator(first, *others, **named))
+            return tuple(result for result in results if isinstance(result, torch.Tensor))
+
+        if transform == "--vmap":
+            return list(torch.func.vmap(function)(*(torch.stack([x, x / 2]) for x in inputs)))
+        if transform == "--jvp":
+            results, derivatives = torch.func.jvp(function, inputs, tuple(map(direction, inputs)))
+        else:
+            results, pull = torch.func.vjp(function, *inputs)
+            derivatives = pull(tuple(map(direction, results)))
+        return [x.detach() for x in (*results, *derivatives)]
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
 
@@ -101,14 +144,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def on_device(operator: Any, given: list[Any], device: str, finish: Callable[[], None]) -> list[Numbers]:
+def on_device(
+    compute: Compute, operator: Any, given: list[Any], device: str, finish: Callable[[], None]
+) -> list[Numbers]:
     """Return what a device computes, by one program if it takes all samples together."""
-    found = [computed(operator, sample, device) for sample in given]
+    found = [compute(operator, sample, device) for sample in given]
     try:
         finish()
     except Exception:
         # One of the samples is refused: compute each by itself.
-        return [on_host(computed(operator, sample, device)) for sample in given]
+        return [on_host(compute(operator, sample, device)) for sample in given]
     return [on_host(numbers) for numbers in found]
 
 
@@ -150,15 +195,15 @@ def device_and_finish() -> tuple[str, Callable[[], None]]:
 
 
 def outcome(
-    operator: Any, device: str, finish: Callable[[], None]
+    compute: Compute, operator: Any, device: str, finish: Callable[[], None]
 ) -> tuple[list[Numbers], list[Numbers]] | str:
     """Return what the device and the CPU compute for an operator's samples, or why nothing is compared."""
     try:
         given = list(samples(operator))
         if is_random(operator, given):
             return "is random"
-        expected = [on_host(computed(operator, sample, "cpu")) for sample in given]
-        return on_device(operator, given, device, finish), expected
+        expected = [on_host(compute(operator, sample, "cpu")) for sample in given]
+        return on_device(compute, operator, given, device, finish), expected
     except Exception as error:
         return f"has no samples: {error}"
 
@@ -175,7 +220,11 @@ def main(directory: Path, names: list[str]) -> None:
             module = importlib.import_module(f"{expansions}.{name}")
             assert hasattr(module, least), f"{name}.{least}"
             setattr(module, least, 1)
-        names = [name for name in names if name != ANY_SIZE]
+    compute: Compute = computed
+    for transform in TRANSFORMS:
+        if transform in names:
+            compute = functools.partial(transformed, transform)
+    names = [name for name in names if name not in (ANY_SIZE, *TRANSFORMS)]
     # This import takes seconds, and the test that imports this module does not need it.
     from torch.testing._internal import common_methods_invocations
 
@@ -190,7 +239,7 @@ def main(directory: Path, names: list[str]) -> None:
         if not path.exists() and (not names or title(operator) in names):
             # If this process ends here, the next begins with the operator after this.
             torch.save("ended the process", path)
-            torch.save(outcome(operator, device, finish), path)
+            torch.save(outcome(compute, operator, device, finish), path)
 
 
 def _unseeded(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -218,6 +218,16 @@ def _rounded_quotient(
     return of_torch_xla(x, divisor, rounding_mode=rounding_mode)
 
 
+def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, x, weight * x)
+
+
+def _prelu_gradients(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.where(x > 0, gradient, weight * gradient), torch.where(x > 0, 0, x * gradient)
+
+
 def _tanh_gradient(
     of_torch_xla: Callable[..., torch.Tensor], gradient: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
@@ -621,6 +631,8 @@ _COMPOSED = (
 )
 """Operators that torch composes of others. torch_xla hides that: torch.func found their gradients to be 0."""
 _OWN = {
+    "_prelu_kernel": _prelu,
+    "_prelu_kernel_backward": _prelu_gradients,
     "elu": _elu,
     "elu_backward": _elu_backward,
     "celu": _celu,
