@@ -131,3 +131,11 @@ def test_a_tensor_that_is_redistributed_has_its_new_sharding(
 def test_a_tensor_that_is_being_computed_can_be_divided(clean_environ: dict[str, str]) -> None:
     done = run([sys.executable, str(PROGRAMS / "divide_at_once.py")], {**clean_environ, **CPU})
     assert (done.returncode, done.stdout) == (0, "10\n"), done.stderr
+
+
+@pytest.mark.parametrize("when", [("before",), ("after",), ("before", "after"), ()], ids=" and ".join)
+def test_a_gradient_on_the_cpu_may_come_first(when: tuple[str, ...], clean_environ: dict[str, str]) -> None:
+    program = str(PROGRAMS / "differentiate_on_cpu_first.py")
+    done = run([sys.executable, program, *when], {**clean_environ, **CPU})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["6.0"] * (len(when) + 5)

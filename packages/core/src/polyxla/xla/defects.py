@@ -41,6 +41,7 @@ from torch_xla.distributed.parallel_loader import ParallelLoader
 
 from polyxla.process_settings import float32_precision
 from polyxla.xla.activation_checkpoints import allow_activation_checkpoints
+from polyxla.xla.autograd_threads import start_for_late_devices
 from polyxla.xla.operators import replace_operators
 
 _LEAVE_S = 5.0
@@ -69,6 +70,7 @@ def mend_torch_xla() -> None:
     _obey_matmul_precision()
     _wait_before_sharding()
     allow_activation_checkpoints()
+    start_for_late_devices()
 
 
 def _count_safe_globals() -> None:
