@@ -9,13 +9,11 @@ Source: Engine::start_device_threads and Engine::thread_init in torch/csrc/autog
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +21,8 @@ import torch_xla
 
 _START = "_ZN5torch8autograd6Engine20start_device_threadsEv"
 _ENGINE = "_ZN5torch8autograd6Engine18get_default_engineEv"
-_NAME = "pt_autograd_"
-"""The beginning of the names of these threads."""
+_MISSING = "device_ready_queues_"
+"""A part of torch's error where a device has no such thread."""
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
 
 
@@ -51,26 +49,16 @@ def start_for_late_devices() -> None:
 
 
 def _start(run_backward: Callable[..., Any]) -> None:
-    # torch starts them here if this is its first gradient, in a thread without its modes and transforms.
+    # A thread of its own has none of torch's modes and transforms.
     with ThreadPoolExecutor(1) as thread:
-        refusal = thread.submit(_differentiate, run_backward).exception()
-    # In a process that was forked from one with such threads, torch refuses this and the program's own.
-    if refusal or _are_running():
-        return
-    library = ctypes.CDLL(torch._C.__file__)
-    engine = ctypes.CFUNCTYPE(ctypes.c_void_p)((_ENGINE, library))()
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)((_START, library))(engine)
+        error = thread.submit(_differentiate, run_backward).exception()
+    # torch may have started them here, as for its first gradient. It must not start them twice.
+    if error and _MISSING in str(error):
+        library = ctypes.CDLL(torch._C.__file__)
+        engine = ctypes.CFUNCTYPE(ctypes.c_void_p)((_ENGINE, library))()
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)((_START, library))(engine)
 
 
 def _differentiate(run_backward: Callable[..., Any]) -> None:
-    x = torch.ones((), requires_grad=True)
+    x = torch.ones((), device="xla", requires_grad=True)
     run_backward((x,), (x.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def _are_running() -> bool:
-    for task in Path("/proc/self/task").iterdir():
-        # Another thread may end meanwhile.
-        with contextlib.suppress(OSError):
-            if task.joinpath("comm").read_text().startswith(_NAME):
-                return True
-    return False
