@@ -64,11 +64,15 @@ DIFFERENT: dict[str, set[str]] = {
 }
 """Such samples that torch.func differentiates, or maps: all have NaN."""
 BOTH_WRONG: set[str] = {
+    "amax[4]",
+    "amin[4]",
     "masked.amax[4]",
     "masked.amin[4]",
     "max.reduction_with_dim[4]",
     "min.reduction_with_dim[4]",
+    "nn.functional.conv_transpose3d[2]",
     "nn.functional.gelu[4]",
+    "nn.functional.hardtanh[4]",
     "nn.functional.max_pool1d[4]",
     "nn.functional.max_pool2d[4]",
     "nn.functional.max_pool3d[4]",
@@ -79,9 +83,10 @@ BOTH_WRONG: set[str] = {
     "nn.functional.max_unpool3d[4]",
     "nn.functional.max_unpool3d.grad[4]",
 }
-"""Samples with NaN that neither client computes as the CPU does, with different results.
+"""Samples that neither client computes as the CPU does, with different results.
 
-torch_xla's own client loses NaN, and the programs' indices, or gradients, are wrong with both.
+All but one have NaN: torch_xla's own client loses NaN, and the programs' indices, or gradients, are wrong
+with both. Both round the sums of the convolution.
 """
 
 
@@ -517,6 +522,8 @@ def test_interpolate_is_as_on_the_cpu(options: dict[str, Any], mode: str, dtype:
 
 
 @pytest.mark.long
+# Once in a process, torch says so of a result that is loaded.
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 # All of torch's operators, in two processes.
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("environ", [EMULATED, ON_BRIDGE], ids=["emulated", "cpu"])

@@ -152,6 +152,16 @@ def attack(address: tuple[str, int], marker: Path, open_until_the_end: ExitStack
             channel.stream_stream(f"/polyxla.xrt.{method}")(never(), timeout=PATIENCE_S)
 
 
+def wait_for_listener(port: int, service: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+            return
+        assert service.poll() is None
+        assert time.monotonic() < deadline, port
+        time.sleep(0.1)
+
+
 def wait_for(files: list[Path], job: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not all(file.exists() for file in files):
@@ -211,6 +221,8 @@ def test_nothing_runs_ends_or_waits_for_a_stranger(
                 stack.callback(subprocess.run, [*polyxla, "warm", "off"], env=base, check=True)
                 shown = subprocess.check_output([*polyxla, "warm", "status", "--json"], env=base)
                 roots.append(json.loads(shown)["processes"][0]["pid"])
+            else:
+                wait_for_listener(ports[0], service)
         command = [*polyxla, "run", "--devices", "2", str(PROGRAM), str(tmp_path)]
         job = subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)
         stack.enter_context(job)
