@@ -383,6 +383,42 @@ def test_derivatives_along_a_direction_are_those_of_torch(name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+NORMS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "of-features": (lambda: torch.nn.BatchNorm1d(5), (4, 5)),
+    "of-images": (lambda: torch.nn.BatchNorm2d(3), (2, 3, 4, 4)),
+    "without-parameters": (lambda: torch.nn.BatchNorm2d(3, affine=False), (2, 3, 4, 4)),
+    "without-statistics": (lambda: torch.nn.BatchNorm1d(3, track_running_stats=False), (2, 3, 4)),
+    "averages": (lambda: torch.nn.BatchNorm1d(3, momentum=None), (4, 3, 4)),
+    "of-each": (lambda: torch.nn.InstanceNorm2d(3, affine=True, track_running_stats=True), (2, 3, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_batch_norm_trains_and_evaluates_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
+    make, shape = NORMS[name]
+    found = []
+    for device in ("xla", "cpu"):
+        norm = make().to(device)
+        numbers = []
+        for is_training in (True, True, False):
+            norm.train(is_training)
+            x = torch.linspace(-3, 4, math.prod(shape)).square().reshape(shape)
+            x = x.to(device, dtype).requires_grad_()
+            y = norm(x)
+            (y * torch.linspace(0.5, 1.5, y.numel()).reshape(shape).to(device, dtype)).sum().backward()
+            assert x.grad is not None
+            numbers += [y.detach(), x.grad]
+        numbers += [
+            *norm.buffers(),
+            *(weight.grad for weight in norm.parameters() if weight.grad is not None),
+        ]
+        found.append([tensor.cpu() for tensor in numbers])
+    tolerance = TOLERANCE if dtype == torch.float32 else 2**-5
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("name", SAME_HASH)
 def test_programs_that_differ_in_an_argument_are_not_taken_for_the_same(name: str) -> None:
     for function in SAME_HASH[name]:

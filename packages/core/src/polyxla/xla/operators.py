@@ -218,6 +218,56 @@ def _rounded_quotient(
     return of_torch_xla(x, divisor, rounding_mode=rounding_mode)
 
 
+def _batch_norm(
+    of_torch_xla: Callable[..., tuple[torch.Tensor, ...]],
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    is_training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    if mean is None or variance is None:
+        return of_torch_xla(x, weight, bias, mean, variance, is_training, momentum, eps)
+    before = variance * (1 - momentum)
+    # torch_xla's own would be of the type of `x`, which XLA does not mix with that of the statistics.
+    weight = torch.ones_like(mean) if weight is None else weight
+    bias = torch.zeros_like(mean) if bias is None else bias
+    results = of_torch_xla(x, weight, bias, mean, variance, is_training, momentum, eps)
+    count = x.numel() // max(1, mean.numel())
+    if is_training and count > 1:
+        # torch_xla adds the variance of these numbers; torch estimates that of all.
+        variance.copy_(variance + (variance - before) / (count - 1))
+    return results
+
+
+def _batch_norm_gradients(
+    of_torch_xla: Callable[..., tuple[torch.Tensor, ...]],
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    used_mean: torch.Tensor | None,
+    used_inverse: torch.Tensor | None,
+    is_training: bool,
+    eps: float,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    if weight is None and mean is not None:
+        weight = torch.ones_like(mean)
+    given = gradient, x, weight, mean, variance
+    if is_training or mean is None or variance is None:
+        return of_torch_xla(*given, used_mean, used_inverse, is_training, eps, wanted)
+    # torch_xla expects what a training saves. The statistics are constants, so x is only scaled.
+    _, *of_parameters = of_torch_xla(*given, mean, torch.rsqrt(variance + eps), True, eps, wanted)
+    zeros = torch.zeros_like(mean)
+    scaled = torch.native_batch_norm(gradient, weight, zeros, zeros, variance, False, 0.0, eps)[0]
+    return scaled, *of_parameters
+
+
 def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 0, x, weight * x)
 
@@ -666,6 +716,8 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "div.Tensor": _quotient,
     "div.Scalar": _quotient_by_number,
     "div.Tensor_mode": _rounded_quotient,
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
+    "native_batch_norm_backward": _batch_norm_gradients,
     "tanh_backward": _tanh_gradient,
     "sigmoid_backward": _sigmoid_gradient,
     "nan_to_num": _nan_to_num,
