@@ -32,6 +32,7 @@ def replace_operators() -> None:
         for name, function in _OWN.items():
             _library.impl(name, function, _KEY)
         for name in _COMPOSED:
+            # On the CPU, this key has the kernel that calls others.
             of_torch = torch.library.get_kernel(f"aten::{name}", "AutogradCPU")
             _library.impl(name, of_torch.call_boxed, f"Autograd{_KEY}", with_keyset=True)
         for name, function in _REPLACED.items():
@@ -231,15 +232,15 @@ def _batch_norm(
 ) -> tuple[torch.Tensor, ...]:
     if mean is None or variance is None:
         return of_torch_xla(x, weight, bias, mean, variance, is_training, momentum, eps)
-    before = variance * (1 - momentum)
     # torch_xla's own would be of the type of `x`, which XLA does not mix with that of the statistics.
     weight = torch.ones_like(mean) if weight is None else weight
     bias = torch.zeros_like(mean) if bias is None else bias
-    results = of_torch_xla(x, weight, bias, mean, variance, is_training, momentum, eps)
     count = x.numel() // max(1, mean.numel())
-    if is_training and count > 1:
+    kept = variance * (1 - momentum) if is_training and count > 1 else None
+    results = of_torch_xla(x, weight, bias, mean, variance, is_training, momentum, eps)
+    if kept is not None:
         # torch_xla adds the variance of these numbers; torch estimates that of all.
-        variance.copy_(variance + (variance - before) / (count - 1))
+        variance.copy_(variance + (variance - kept) / (count - 1))
     return results
 
 
