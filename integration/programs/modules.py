@@ -14,39 +14,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from operators import Numbers, device_and_finish, difference, direction
+from operators import Numbers, device_and_finish, difference, gradients, moved, tensors
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 
 SAMPLES = 4
 """Samples of each module, in training and in evaluation."""
 TOLERANCE = 1e-4
 
 
-def _tensors(results: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
-
-
 def computed(module: torch.nn.Module, given: Any, device: str) -> Numbers:
     """Return a module's results, the gradients of its inputs and parameters, and its buffers."""
-
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.detach().clone().to(device).requires_grad_(leaf.requires_grad)
-
     try:
         module = copy.deepcopy(module).to(device)
-        args, kwargs = tree_map(move, (given.args, given.kwargs))
-        results = _tensors(module(*args, **kwargs))
-        inputs = [x for x in (*_tensors((args, kwargs)), *module.parameters()) if x.requires_grad]
-        smooth = [result for result in results if result.requires_grad]
-        gradients: Any = ()
-        if smooth and inputs:
-            directions = [direction(result) for result in smooth]
-            gradients = torch.autograd.grad(smooth, inputs, directions, allow_unused=True)
-        found = (*results, *(x for x in gradients if x is not None), *module.buffers())
-        return [x.detach().cpu() for x in found]
+        args, kwargs = moved((given.args, given.kwargs), device)
+        results = tensors(module(*args, **kwargs))
+        found = gradients(results, (*tensors((args, kwargs)), *module.parameters()))
+        return [x.detach().cpu() for x in (*results, *found, *module.buffers())]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

@@ -57,31 +57,39 @@ def samples(operator: Any) -> Iterator[Any]:
             return
 
 
-def moved(sample: Any, device: str) -> Any:
-    """Return a sample's arguments on a device, named and not."""
+def moved(arguments: Any, device: str) -> Any:
+    """Return a pytree of arguments on a device."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return leaf.detach().clone().to(device).requires_grad_(leaf.requires_grad)
 
-    return tree_map(move, (sample.input, sample.args, sample.kwargs))
+    return tree_map(move, arguments)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a pytree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def gradients(results: list[torch.Tensor], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of what was given, as far as the results depend on it."""
+    inputs = [x for x in given if x.requires_grad]
+    smooth = [result for result in results if result.requires_grad]
+    if not inputs or not smooth:
+        return []
+    # Every element differs, so that a gradient in the wrong place is seen.
+    found = torch.autograd.grad(smooth, inputs, list(map(direction, smooth)), allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]
 
 
 def computed(operator: Any, sample: Any, device: str) -> Numbers:
     """Return the results of a sample, the gradients of its inputs, and the shapes of all of them."""
     try:
-        given = moved(sample, device)
-        result = operator(given[0], *given[1], **given[2])
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        inputs = [
-            leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        smooth = [result for result in results if result.requires_grad]
-        if inputs and smooth:
-            # Every element differs, so that a gradient in the wrong place is seen.
-            gradients = torch.autograd.grad(smooth, inputs, list(map(direction, smooth)), allow_unused=True)
-            results += [gradient for gradient in gradients if gradient is not None]
+        given = moved((sample.input, sample.args, sample.kwargs), device)
+        results = tensors(operator(given[0], *given[1], **given[2]))
+        results += gradients(results, tensors(given))
         # What is said of a result before it is computed: the next operator relies on it.
         shapes = torch.tensor([number for result in results for number in (result.dim(), *result.shape)])
         return [*(result.detach() for result in results), shapes]
@@ -97,7 +105,8 @@ def direction(x: torch.Tensor) -> torch.Tensor:
 def transformed(transform: str, operator: Any, sample: Any, device: str) -> Numbers:
     """Return what one of torch.func's transforms of an operator computes."""
     try:
-        leaves, structure = tree_flatten(moved(sample, device))
+        arguments = moved((sample.input, sample.args, sample.kwargs), device)
+        leaves, structure = tree_flatten(arguments)
         places = [
             place
             for place, leaf in enumerate(leaves)
@@ -111,8 +120,7 @@ def transformed(transform: str, operator: Any, sample: Any, device: str) -> Numb
             for place, tensor in zip(places, given, strict=True):
                 mine[place] = tensor
             first, others, named = tree_unflatten(mine, structure)
-            results = tree_leaves(operator(first, *others, **named))
-            return tuple(result for result in results if isinstance(result, torch.Tensor))
+            return tuple(tensors(operator(first, *others, **named)))
 
         if transform == "--vmap":
             return list(torch.func.vmap(function)(*(torch.stack([x, x / 2]) for x in inputs)))
@@ -220,10 +228,8 @@ def main(directory: Path, names: list[str]) -> None:
             module = importlib.import_module(f"{expansions}.{name}")
             assert hasattr(module, least), f"{name}.{least}"
             setattr(module, least, 1)
-    compute: Compute = computed
-    for transform in TRANSFORMS:
-        if transform in names:
-            compute = functools.partial(transformed, transform)
+    of_func = (functools.partial(transformed, transform) for transform in TRANSFORMS if transform in names)
+    compute: Compute = next(of_func, computed)
     names = [name for name in names if name not in (ANY_SIZE, *TRANSFORMS)]
     # This import takes seconds, and the test that imports this module does not need it.
     from torch.testing._internal import common_methods_invocations
