@@ -31,6 +31,7 @@ from polyxla.plugin import (
     POLYXLA_SECRET,
     EmulatedTpu,
     ended_by_errors,
+    free_ports,
     shared_secret,
     snapshot,
     torchrun,
@@ -135,7 +136,7 @@ def _leave_out_kernels() -> None:
 
 
 def _answer(environ: Mapping[str, str]) -> None:
-    """Answer TorchTPU's search for chips from now on, if this machine emulates a TPU.
+    """Answer TorchTPU's search for chips, and for ports, from now on, if this machine emulates a TPU.
 
     TorchTPU reads the kernel's list of PCI devices. Here it finds a host with the chips of
     `POLYXLA_LIBTPU_HOST`. Imports torch_tpu, which opens libtpu.
@@ -143,6 +144,7 @@ def _answer(environ: Mapping[str, str]) -> None:
     text = environ.get(POLYXLA_LIBTPU_HOST)
     if not text:
         return
+    import portpicker
     from torch_tpu._internal.utils import hardware
 
     generation, _, shape = text.partition(":")
@@ -154,6 +156,10 @@ def _answer(environ: Mapping[str, str]) -> None:
     topologies = any_hardware._TOPOLOGY_BY_TPU_PCI_DEVICE_ID.get(device_id, {})
     any_hardware._scan_pci_tpus = lambda: (count, topologies)
     any_hardware.get_tpu_device_name = lambda: any_hardware._PCI_DEVICE_ID_TO_NAME.get(device_id, "TPU")
+    # `set_tpu_launch_env` asks portpicker, whose ports are also given to outgoing connections: one may have
+    # such a port when the process of the chip wants to listen there.
+    any_portpicker: Any = portpicker
+    any_portpicker.pick_unused_port = lambda *_, **__: free_ports(1)[0]
 
 
 def _mend() -> None:
