@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -116,3 +117,33 @@ def test_a_server_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(channel_module, "BUSY_S", 0.5)
     with channel_to(BusyWorker()) as channel, pytest.raises(WorkerConnectError, match="did not admit"):
         channel.status(timeout_s=0.2)
+
+
+def carry_late(listener: socket.socket, port: int) -> None:
+    """Carry one connection to a server whose host is busy when it begins."""
+    client, _ = listener.accept()
+    time.sleep(2)
+    with client, socket.create_connection(("127.0.0.1", port)) as server:
+        back = threading.Thread(target=carry, args=(server, client))
+        back.start()
+        carry(client, server)
+        server.shutdown(socket.SHUT_RDWR)
+        back.join(10)
+
+
+def carry(here: socket.socket, there: socket.socket) -> None:
+    with suppress(OSError):
+        while data := here.recv(1 << 16):
+            there.sendall(data)
+
+
+def test_a_server_that_answers_late_is_waited_for() -> None:
+    worker = ReplacedWorker()
+    worker.calls = 1
+    with served(worker) as port, socket.create_server(("127.0.0.1", 0)) as listener:
+        carrier = threading.Thread(target=carry_late, args=(listener, port))
+        carrier.start()
+        with closing(WorkerChannel(f"127.0.0.1:{listener.getsockname()[1]}", {})) as channel:
+            assert channel.call("Status", pb.StatusRequest(), timeout=60).cores == 1
+        carrier.join(10)
+        assert not carrier.is_alive()

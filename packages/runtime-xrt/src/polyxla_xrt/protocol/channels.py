@@ -24,7 +24,9 @@ CLIENT_OPTIONS: Options = (
     ("grpc.enable_http_proxy", 0),
     # gRPC backs off for up to two minutes by default. A process that is replaced is back within seconds.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    # In spite of its name, this is the time that one attempt to connect may take. On a busy host, a server
+    # needs seconds to answer. Source: gRPC 1.85, ``src/core/client_channel/subchannel.cc``.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Two clients in one process are two peers, each with its own connection.
     ("grpc.use_local_subchannel_pool", 1),
