@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import polyxla
@@ -49,6 +50,28 @@ def _pooled(replica: Replica | None) -> tuple[torch.Tensor, torch.Tensor]:
 def test_average_pooling_has_a_gradient() -> None:
     (found,) = polyxla.launch(_pooled, devices=1, runtime="torchtpu")
     torch.testing.assert_close(found, _pooled(None))
+
+
+def _lazily_made(replica: Replica | None) -> list[torch.Tensor]:
+    device = replica.device if replica else torch.device("cpu")
+    module = nn.Sequential(nn.LazyConv1d(3, 2), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(2)).to(
+        device
+    )
+    x = torch.arange(24.0, device=device).reshape(2, 3, 4)
+    module(x)
+    numbers = torch.Generator().manual_seed(0)
+    state = {name: torch.rand(value.shape, generator=numbers) for name, value in module.state_dict().items()}
+    module.load_state_dict(state)
+    y = module(x)
+    gradients = torch.autograd.grad(y.square().sum(), list(module.parameters()))
+    assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
+    assert {parameter.device.type for parameter in module.parameters()} == {device.type}
+    return [part.cpu() for part in (y.detach(), *gradients)]
+
+
+def test_a_lazy_module_may_be_moved_before_its_first_call() -> None:
+    (found,) = polyxla.launch(_lazily_made, devices=1, runtime="torchtpu")
+    torch.testing.assert_close(found, _lazily_made(None), rtol=1e-3, atol=1e-3)
 
 
 def _negated(replica: Replica | None) -> list[torch.Tensor]:

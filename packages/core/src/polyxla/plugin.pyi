@@ -146,6 +146,7 @@ from polyxla.replica.loader import (
     Loader as Loader,
     count_records as count_records,
 )
+from polyxla.lazy_modules import keep_lazy_parameters as keep_lazy_parameters
 from polyxla.replica.module_move import (
     hand_over as hand_over,
     move_module as move_module,

@@ -32,6 +32,7 @@ from polyxla.plugin import (
     EmulatedTpu,
     ended_by_errors,
     free_ports,
+    keep_lazy_parameters,
     shared_secret,
     snapshot,
     torchrun,
@@ -60,6 +61,7 @@ def load() -> None:
     # On a real TPU as well: TorchTPU's own operators are wrong anywhere.
     replace_operators()
     restore_to_own_device()
+    keep_lazy_parameters()
     environ = snapshot()
     if POLYXLA_LIBTPU_HOST in environ:
         _load_torch_tpu(environ)
@@ -167,6 +169,7 @@ def _mend() -> None:
     # Here too: torch has not called `load` in a replica's process.
     replace_operators()
     restore_to_own_device()
+    keep_lazy_parameters()
     any_torch: Any = torch
     # torch.utils.checkpoint keeps a device's random numbers only if this says that it is in use. Otherwise
     # the backward pass draws other masks of dropout than the forward pass.

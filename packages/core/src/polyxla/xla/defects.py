@@ -14,8 +14,7 @@ middle of their ``torch.load``: torch keeps one set for the process.
 ``torch.set_float32_matmul_precision``, which torch_xla ignores: it has a setting of its own, which does not
 reach programs that are compiled already.
 
-Parameters of lazy modules, which lose their class where a module is moved before its first call: torch writes
-into a parameter that is moved to another kind of device, and replaces one that is moved to torch_xla's.
+Parameters of lazy modules, which lose their class where a module is moved before its first call.
 
 Tensors that a program still computes, which torch_xla refuses to divide with ``mark_sharding``.
 
@@ -40,10 +39,9 @@ from typing import Any
 import torch
 import torch_xla
 from torch import _weights_only_unpickler
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import is_lazy
 from torch_xla.distributed.parallel_loader import ParallelLoader
 
+from polyxla.lazy_modules import keep_lazy_parameters
 from polyxla.process_settings import float32_precision
 from polyxla.xla.activation_checkpoints import allow_activation_checkpoints
 from polyxla.xla.autograd_threads import start_for_late_devices
@@ -74,7 +72,7 @@ def mend_torch_xla() -> None:
     _count_safe_globals()
     _obey_matmul_precision()
     _wait_before_sharding()
-    _keep_lazy_parameters()
+    keep_lazy_parameters()
     allow_activation_checkpoints()
     start_for_late_devices()
 
@@ -98,22 +96,6 @@ def _count_safe_globals() -> None:
             )
 
     block.__enter__, block.__exit__ = enter, leave
-
-
-def _keep_lazy_parameters() -> None:
-    """Have a lazy module infer its shapes also after it was moved."""
-
-    def apply(self: Any, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        before = {**self._parameters, **self._buffers}
-        super(LazyModuleMixin, self)._apply(function, recurse)
-        for own in (self._parameters, self._buffers):
-            for name, tensor in own.items():
-                if is_lazy(before[name]) and not is_lazy(tensor):
-                    kind = type(before[name])
-                    own[name] = kind(tensor.requires_grad, device=tensor.device, dtype=tensor.dtype)
-        return self
-
-    LazyModuleMixin._apply = apply  # type: ignore[attr-defined]
 
 
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
