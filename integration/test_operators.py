@@ -323,6 +323,158 @@ def test_operators_that_torch_xla_computes_wrongly_are_replaced(name: str) -> No
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "where": lambda x, y: torch.where(torch.tensor([True, False], device=x.device), x, y),
+    **{
+        name: getattr(torch, name)
+        for name in ("maximum", "minimum", "remainder", "fmod", "pow", "atan2", "xlogy")
+    },
+    **{f"bitwise-{name}": getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor")},
+    **{f"shift-{name}": getattr(torch, f"bitwise_{name}_shift") for name in ("left", "right")},
+    "clamp": lambda x, y: torch.clamp(x, y, y + 1),
+    "clamp-below": lambda x, y: torch.clamp(x, max=y),
+    "clamp-min": torch.clamp_min,
+    "clamp-max": torch.clamp_max,
+    "clamp-in-place": lambda x, y: (x * 1).clamp_(y),
+    "remainder-in-place": lambda x, y: (x * 1).remainder_(y),
+    "mse-loss": lambda x, y: F.mse_loss(*torch.broadcast_tensors(x, y.to(x.device))),
+    "smooth-l1-loss": lambda x, y: F.smooth_l1_loss(*torch.broadcast_tensors(x, y.to(x.device))),
+}
+"""Operators with operands of two types."""
+TYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+def _compute_at_once() -> None:
+    """Compute what was begun in one program, where each result would have its own."""
+    import torch_xla
+
+    torch_xla.sync()
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_operands_of_two_types_have_a_result_of_torchs_type(name: str) -> None:
+    expected, found = [], []
+    shapes: tuple[tuple[int, ...], ...] = (2,), ()
+    for of_x, of_y, shape_of_x, shape_of_y in itertools.product(TYPES, TYPES, shapes, shapes):
+        x = torch.tensor([3.5, 6.0]).to(of_x)[: math.prod(shape_of_x)].reshape(shape_of_x)
+        y = torch.tensor([2.0, 1.5]).to(of_y)[: math.prod(shape_of_y)].reshape(shape_of_y)
+        try:
+            expected.append(MIXED[name](x, y))
+        except RuntimeError:
+            # No type holds the result, or the operator takes other types.
+            continue
+        found.append(MIXED[name](x.to("xla"), y.to("xla")))
+        if not y.dim():
+            # Like a GPU, a TPU takes numbers from the host.
+            expected.append(expected[-1])
+            found.append(MIXED[name](x.to("xla"), y))
+    assert {result.device.type for result in found} == {"xla"}
+    _compute_at_once()
+    assert len(found) >= 6
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+U = torch.tensor([[0.1, 0.4, 0.5], [0.9, 0.3, 0.2]])
+OPTIONAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "weight": lambda x: F.binary_cross_entropy(x, U.to(x.device), weight=torch.tensor([1.0, 2.0, 3.0])),
+    "number": lambda x: F.binary_cross_entropy(x, U.to(x.device), weight=torch.tensor(2.0)),
+    "low": lambda x: torch.clamp(x, torch.tensor(0.3), torch.tensor(0.8, device=x.device)),
+    "high": lambda x: torch.clamp(x, max=torch.tensor(0.3)),
+    "type-of-mean": lambda x: (x > 0.2).mean(dtype=torch.float32) * x,
+    "narrow-mean": lambda x: x.bfloat16().mean(1, dtype=torch.float32),
+    "type-of-norm": lambda x: torch.linalg.vector_norm(x.bfloat16(), dim=1, dtype=torch.float32),
+    "norm-of-complex": lambda x: torch.linalg.vector_norm(torch.complex(x, x + 1), 3, dim=1),
+    "lerp": lambda x: torch.lerp(x, x * x, torch.tensor(0.25)),
+    "loss-of-number": lambda x: F.mse_loss(x[0, 0], torch.tensor(1.0)),
+    "smooth-loss-of-number": lambda x: F.smooth_l1_loss(x[0, 0], torch.tensor(3.0)),
+}
+"""Operators that left out an argument on the CPU, refused it, or took a type too late."""
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_arguments_that_may_be_left_out_are_not(name: str) -> None:
+    results = []
+    for device in ("xla", "cpu"):
+        x = U.flip(0).to(device).requires_grad_()
+        y = OPTIONAL[name](x)
+        y.sum().backward()
+        assert x.grad is not None
+        results.append((y.detach().cpu(), x.grad.cpu()))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+EDGES = torch.tensor([0.1, 0.2, 0.3, 0.7, 1.0, 2.0])
+AT_EDGES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    **{name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "eq-of-tensor": lambda x, edge: x == torch.tensor(edge, device=x.device),
+    "eq-of-clamped": lambda x, edge: (x + 1).clamp(max=edge) == edge,
+    "floor-divide": lambda x, edge: x // edge,
+    "number-floor-divide": lambda x, edge: edge // x,
+    "floor-of-quotient": lambda x, edge: torch.div(-x, edge, rounding_mode="floor"),
+    "whole-part-of-quotient": lambda x, edge: torch.div(x, -edge, rounding_mode="trunc"),
+    "threshold": lambda x, edge: F.threshold(x, edge, -1.0),
+    "clamp-gradient": lambda x, edge: torch.autograd.grad(
+        (y := x.clone().requires_grad_()).clamp(edge, 1.0).sum(), y
+    )[0],
+    "hardtanh-gradient": lambda x, edge: torch.autograd.grad(
+        F.hardtanh(y := x.clone().requires_grad_(), -edge, edge).sum(), y
+    )[0],
+    "quotients-of-infinity": lambda x, edge: (
+        torch.cat([x * 0 + float("inf"), x, -x, x * 0]) // (x.repeat(4) * 0 + edge)
+    ),
+    "divided-by-zero": lambda x, edge: torch.cat([x - edge, x]) // 0,
+}
+"""Operators of which the last digit of a number decides the result."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", AT_EDGES)
+def test_a_number_has_as_many_digits_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
+    x = EDGES.to(dtype)
+    # The numbers that the tensor holds, and those that were rounded to them.
+    edges = [*x[:4].tolist(), 0.1, 0.2, 0.3, 0.7]
+    found = [AT_EDGES[name](x.to("xla"), edge) for edge in edges]
+    _compute_at_once()
+    for ours, edge in zip(found, edges, strict=True):
+        torch.testing.assert_close(ours.cpu(), AT_EDGES[name](x, edge), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("destination", ["xla", "cpu"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1), (2, 3)], ids=str)
+def test_a_copy_between_host_and_device_keeps_the_shape(shape: tuple[int, ...], destination: str) -> None:
+    source = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+    x, part = torch.zeros(2, 3, device=destination), torch.zeros(4, 3, device=destination)
+    x.copy_(source.to("cpu" if destination == "xla" else "xla"))
+    part[1:3].copy_(source.to("cpu" if destination == "xla" else "xla"))
+    torch.testing.assert_close((x + 0).cpu(), source.expand(2, 3))
+    torch.testing.assert_close(part.cpu(), F.pad(source.expand(2, 3), (0, 0, 1, 1)))
+
+
+def test_a_copy_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="must match the size of tensor b"):
+        torch.zeros(2, 3, device="xla").copy_(torch.zeros(2))
+
+
+def test_complex_numbers_may_be_nan() -> None:
+    x = torch.tensor([1 + 1j, complex(math.nan, 1), complex(1, math.nan)])
+    torch.testing.assert_close(x.to("xla").isnan().cpu(), x.isnan())
+
+
+def test_batch_norm_of_narrow_numbers_has_narrow_numbers() -> None:
+    x = torch.linspace(-1, 1, 12).reshape(4, 3).bfloat16()
+    ours, theirs = (
+        F.batch_norm(x.to(device), torch.zeros(3, device=device), torch.ones(3, device=device)).abs()
+        for device in ("xla", "cpu")
+    )
+    torch.testing.assert_close(ours.cpu(), theirs)
+
+
+def test_running_statistics_on_the_host_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="running statistics are on cpu; move the whole module"):
+        F.batch_norm(U.to("xla"), torch.zeros(3), torch.ones(3), training=True)
+
+
 SECOND_GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "max-pool": lambda x: F.max_pool2d(x.reshape(1, 2, 3) ** 2, 2, 1),
     "max-pool-3d": lambda x: F.max_pool3d(_cube(x)[None] ** 2, 2, 1, padding=1),

@@ -72,10 +72,11 @@ def _elu_backward(
 def _norm(
     of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, p: float | None = 2, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    if p is None or math.isfinite(p):
-        return of_torch_xla(x, p, *args, **kwargs)
+    p = 2 if p is None else p
+    if math.isfinite(p) and not kwargs and not x.is_complex():
+        return of_torch_xla(x, p, *args)
     dim, keepdim = [*args, None, False][:2]
-    # Norms over all dimensions are written as norms over none of them.
+    # Norms over all dimensions are written as norms over none of them. torch_xla refuses another type.
     norm: torch.Tensor = torch.linalg.vector_norm(x, p, dim or None, bool(keepdim), **kwargs)
     return norm
 
@@ -215,8 +216,48 @@ def _rounded_quotient(
     if rounding_mode is None:
         return torch.div(x, divisor)
     dtype = torch.result_type(x, divisor)
-    x, divisor = (y if isinstance(y, torch.Tensor) else torch.tensor(y, dtype=dtype) for y in (x, divisor))
-    return of_torch_xla(x, divisor, rounding_mode=rounding_mode)
+    # torch computes in more digits, also those of a number that divides.
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    x = x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=dtype)
+    divisor = divisor if isinstance(divisor, torch.Tensor) else torch.tensor(divisor, dtype=wide)
+    x, divisor = x.to(wide), divisor.to(wide)
+    if rounding_mode == "floor" and dtype.is_floating_point:
+        return _floor_of_quotient(x, divisor).to(dtype)
+    return of_torch_xla(x, divisor, rounding_mode=rounding_mode).to(dtype)
+
+
+def _floor_of_quotient(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """Return what Python's ``//`` does: a quotient may be rounded up to an integer, but not its floor.
+
+    Source: torch 2.9, ``c10/util/generic_math.h``.
+    """
+    rest = torch.fmod(x, divisor)
+    whole = (x - rest) / divisor
+    whole = torch.where((rest != 0) & ((divisor < 0) != (rest < 0)), whole - 1, whole)
+    floor = torch.floor(whole)
+    floor = torch.where(whole - floor > 0.5, floor + 1, floor)
+    floor = torch.where(whole == 0, torch.copysign(0 * whole, x / divisor), floor)
+    return torch.where(divisor == 0, x / divisor, floor)
+
+
+def _floor_divide(x: Any, divisor: Any) -> torch.Tensor:
+    return torch.div(x, divisor, rounding_mode="floor")
+
+
+def _compared(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, number: complex) -> torch.Tensor:
+    # torch_xla compares with the number of 64 bits, which few numbers of fewer bits are equal to.
+    if isinstance(number, float) and x.is_floating_point() and x.dtype != torch.float64:
+        number = torch.tensor(number, dtype=x.dtype).item()
+    return of_torch_xla(x, number)
+
+
+def _threshold(x: torch.Tensor, threshold: float, value: float) -> torch.Tensor:
+    return torch.where(_wide(x) <= threshold, value, x)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return the numbers as torch compares them with those of an operator's arguments."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _batch_norm(
@@ -232,16 +273,24 @@ def _batch_norm(
 ) -> tuple[torch.Tensor, ...]:
     if mean is None or variance is None:
         return of_torch_xla(x, weight, bias, mean, variance, is_training, momentum, eps)
-    # torch_xla's own would be of the type of `x`, which XLA does not mix with that of the statistics.
+    if is_training and {mean.device, variance.device} != {x.device}:
+        # torch_xla moves copies of them.
+        raise RuntimeError(
+            f"batch norm computes on {x.device}, but its running statistics are on {mean.device}; "
+            "move the whole module to the device"
+        )
+    # torch_xla's own would be of the type of `x`, which XLA does not mix with that of the statistics, and
+    # says that its result has the type of `x` also where it has that of the statistics.
     weight = torch.ones_like(mean) if weight is None else weight
     bias = torch.zeros_like(mean) if bias is None else bias
     count = x.numel() // max(1, mean.numel())
     kept = variance * (1 - momentum) if is_training and count > 1 else None
-    results = of_torch_xla(x, weight, bias, mean, variance, is_training, momentum, eps)
+    wide = x.to(torch.promote_types(x.dtype, mean.dtype))
+    y, *saved = of_torch_xla(wide, weight, bias, mean, variance, is_training, momentum, eps)
     if kept is not None:
         # torch_xla adds the variance of these numbers; torch estimates that of all.
         variance.copy_(variance + (variance - kept) / (count - 1))
-    return results
+    return y.to(x.dtype), *saved
 
 
 def _batch_norm_gradients(
@@ -368,7 +417,7 @@ def _native_dropout(x: torch.Tensor, p: float, is_training: bool | None) -> tupl
 def _hardtanh_gradient(
     gradient: torch.Tensor, x: torch.Tensor, low: float = -1, high: float = 1
 ) -> torch.Tensor:
-    return torch.where((x <= low) | (x >= high), 0, gradient)
+    return torch.where((_wide(x) <= low) | (_wide(x) >= high), 0, gradient)
 
 
 def _hardsigmoid_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -399,12 +448,13 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    x = x if dtype is None else x.to(dtype)
+    # The norms of complex numbers are real.
+    x = x.abs() if x.is_complex() else x
     if math.isfinite(order):
-        return of_torch_xla(x, order, _whole(x, dim), keepdim, dtype=dtype)
+        return of_torch_xla(x, order, _whole(x, dim), keepdim)
     extreme = torch.amax if order > 0 else torch.amin
-    # Of complex numbers, these are real.
-    sizes = x.abs()
-    return extreme(sizes if dtype is None else sizes.to(dtype), dim or (), keepdim)
+    return extreme(x.abs(), dim or (), keepdim)
 
 
 def _logsumexp(
@@ -514,6 +564,68 @@ def _pdist(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, p: float 
     first, second = (indices.to(x.device) for indices in torch.triu_indices(len(x), len(x), 1))
     between = (x.index_select(0, first) - x.index_select(0, second)).abs()
     return between.amax(-1) if p else (between != 0).sum(-1).to(x.dtype)
+
+
+def _of_one_type(
+    of_torch_xla: Callable[..., torch.Tensor], *args: Any, first: int = 0, is_float: bool = False
+) -> torch.Tensor:
+    """Return what torch_xla computes of two operands of one type, which are at `first`.
+
+    torch_xla gives the result the type of one of them, or mixes types. Like a GPU, this function takes
+    operands without dimensions from the CPU. With `is_float`, integers become floating-point numbers.
+    """
+    x, y = args[first : first + 2]
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        is_same = x.dtype == y.dtype and (x.is_floating_point() or not is_float)
+        if is_same and x.device == y.device == args[0].device:
+            return of_torch_xla(*args)
+    dtype = torch.result_type(x, y)
+    if is_float and not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    devices = (operand.device for operand in args if isinstance(operand, torch.Tensor))
+    device = next(device for device in devices if device.type == "xla")
+
+    def moved(operand: Any, dtype: torch.dtype | None = None) -> Any:
+        if isinstance(operand, torch.Tensor):
+            return operand.to(operand.device if operand.dim() else device, dtype or operand.dtype)
+        # torch passes a number without its tensor.
+        return operand if dtype is None else torch.full((), operand, dtype=dtype, device=device)
+
+    before, after = (map(moved, part) for part in (args[:first], args[first + 2 :]))
+    return of_torch_xla(*before, moved(x, dtype), moved(y, dtype), *after)
+
+
+def _of_first_type(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
+    # torch_xla leaves out a weight on the CPU.
+    others = (y.to(x.device, x.dtype) if isinstance(y, torch.Tensor) else y for y in args)
+    return of_torch_xla(x, *others)
+
+
+def _clamp(
+    x: torch.Tensor, low: torch.Tensor | None = None, high: torch.Tensor | None = None
+) -> torch.Tensor:
+    # torch_xla leaves out a limit on the CPU.
+    x = x if low is None else torch.maximum(x, low)
+    return x if high is None else torch.minimum(x, high)
+
+
+def _copy(
+    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, source: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    # Between host and device, torch_xla gives `x` the shape of its source.
+    return of_torch_xla(x, source if source.shape == x.shape else torch.expand_copy(source, x.shape), *args)
+
+
+def _is_nan(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return torch.ne(x, x) if x.is_complex() else of_torch_xla(x)
+
+
+def _mean(
+    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    # torch_xla rounds to this type afterwards, and knows no mean of integers.
+    x = x if dtype is None else x.to(dtype)
+    return _reduction(of_torch_xla, x, *args) if args else of_torch_xla(x)
 
 
 def _index_along(
@@ -691,6 +803,11 @@ _OWN = {
     "hardtanh_backward": _hardtanh_gradient,
     "hardsigmoid_backward": _hardsigmoid_gradient,
     "hardswish_backward": _hardswish_gradient,
+    "floor_divide": _floor_divide,
+    "threshold": _threshold,
+    "clamp.Tensor": _clamp,
+    "clamp_min.Tensor": torch.maximum,
+    "clamp_max.Tensor": torch.minimum,
 }
 """Operators that need nothing of torch_xla's own."""
 _REPLACED: dict[str, Callable[..., Any]] = {
@@ -702,7 +819,6 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         (
             "sum.dim_IntList",
-            "mean.dim",
             "std.correction",
             "var.correction",
             "std_mean.correction",
@@ -710,6 +826,7 @@ _REPLACED: dict[str, Callable[..., Any]] = {
         ),
         _reduction,
     ),
+    **dict.fromkeys(("mean", "mean.dim"), _mean),
     "logsumexp": _logsumexp,
     **dict.fromkeys(("amax", "amin"), _extreme),
     **dict.fromkeys(("max", "min", "max.dim", "min.dim"), _of_halves),
@@ -730,6 +847,27 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("index_add", "index_copy"), _index_along),
     "pixel_shuffle": _pixel_shuffle,
     "roll": _roll,
+    **dict.fromkeys(("copy", "copy_"), _copy),
+    "isnan": _is_nan,
+    "where.self": functools.partial(_of_one_type, first=1),
+    **dict.fromkeys(
+        (
+            *("maximum", "minimum", "remainder.Tensor", "fmod.Tensor", "pow.Tensor_Tensor"),
+            *("mse_loss", "smooth_l1_loss"),
+            *(f"{name}.Tensor" for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+            *(f"bitwise_{name}.Tensor" for name in ("and", "or", "xor", "left_shift", "right_shift")),
+        ),
+        _of_one_type,
+    ),
+    **{f"{name}.Scalar": _compared for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **dict.fromkeys(("atan2", "xlogy.Tensor"), functools.partial(_of_one_type, is_float=True)),
+    **dict.fromkeys(
+        (
+            *("lerp.Tensor", "mse_loss_backward", "smooth_l1_loss_backward"),
+            *("binary_cross_entropy", "binary_cross_entropy_backward"),
+        ),
+        _of_first_type,
+    ),
     "as_strided_scatter": _as_strided_scatter,
     "diagonal_copy": _diagonal,
     "diagonal_scatter": _diagonal_scatter,
