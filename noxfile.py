@@ -76,6 +76,7 @@ SCORECARDS = {
     "torch_xla": ("pjrt", "torch_xla"),
     "torch_xla-replicas": ("pjrt", "torch_xla"),
     "torch_xla-pallas": ("pjrt", "torch_xla"),
+    "torch_xla-torch": ("pjrt", "torch"),
     "lightning": ("pjrt", "lightning"),
     "dtensor": ("torchtpu", "torch"),
     "operators": ("torchtpu", "torch"),

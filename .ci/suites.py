@@ -195,6 +195,12 @@ def device_tests(_: Path) -> Iterator[Program]:
         yield from slices("torch", 1, 1, file, *FOR_DEVICES, "-k", "PRIVATEUSE1 or TPU", file)
 
 
+def types(_: Path) -> Iterator[Program]:
+    """Yield the tests of the types of results, and of indexing."""
+    for file in ("test_type_promotion.py", "test_indexing.py"):
+        yield from slices("torch_xla-torch", 1, 1, file, "--noconftest", "-k", "XLA", file)
+
+
 SAMPLED = {
     "test_torch.py": 16,
     "test_autograd.py": 4,
@@ -356,6 +362,19 @@ SUITES = {
         torch_xla_pallas,
         {"POLYXLA_EMULATE": "v4-8"},
         ("test",),
+    ),
+    "torch_xla-torch": Suite(
+        "PyTorch's tests of the types of results, and of indexing, on torch_xla and an emulated v5e-1.",
+        "test/test_type_promotion.py and test/test_indexing.py of PyTorch 2.6",
+        "PYTORCH",
+        ("torch_xla", "numpy"),
+        types,
+        DEVICE
+        | {
+            "PYTORCH_TESTING_DEVICE_ONLY_FOR": "xla",
+            "TORCH_TEST_DEVICES": str(CI / "torch_xla_device.py"),
+        },
+        ("test", str(CI)),
     ),
     "lightning": Suite(
         "The files of Lightning's and Fabric's tests that use a TPU, on an emulated v4-8.",
