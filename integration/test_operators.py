@@ -375,10 +375,12 @@ def test_operands_of_two_types_have_a_result_of_torchs_type(name: str) -> None:
         torch.testing.assert_close(ours.cpu(), theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-U = torch.tensor([[0.1, 0.4, 0.5], [0.9, 0.3, 0.2]])
+PROBABILITIES = torch.tensor([[0.1, 0.4, 0.5], [0.9, 0.3, 0.2]])
 OPTIONAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "weight": lambda x: F.binary_cross_entropy(x, U.to(x.device), weight=torch.tensor([1.0, 2.0, 3.0])),
-    "number": lambda x: F.binary_cross_entropy(x, U.to(x.device), weight=torch.tensor(2.0)),
+    "weight": lambda x: F.binary_cross_entropy(
+        x, PROBABILITIES.to(x.device), weight=torch.tensor([1.0, 2.0, 3.0])
+    ),
+    "number": lambda x: F.binary_cross_entropy(x, PROBABILITIES.to(x.device), weight=torch.tensor(2.0)),
     "low": lambda x: torch.clamp(x, torch.tensor(0.3), torch.tensor(0.8, device=x.device)),
     "high": lambda x: torch.clamp(x, max=torch.tensor(0.3)),
     "type-of-mean": lambda x: (x > 0.2).mean(dtype=torch.float32) * x,
@@ -396,7 +398,7 @@ OPTIONAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_arguments_that_may_be_left_out_are_not(name: str) -> None:
     results = []
     for device in ("xla", "cpu"):
-        x = U.flip(0).to(device).requires_grad_()
+        x = PROBABILITIES.flip(0).to(device).requires_grad_()
         y = OPTIONAL[name](x)
         y.sum().backward()
         assert x.grad is not None
@@ -472,7 +474,7 @@ def test_batch_norm_of_narrow_numbers_has_narrow_numbers() -> None:
 
 def test_running_statistics_on_the_host_are_refused() -> None:
     with pytest.raises(RuntimeError, match="running statistics are on cpu; move the whole module"):
-        F.batch_norm(U.to("xla"), torch.zeros(3), torch.ones(3), training=True)
+        F.batch_norm(PROBABILITIES.to("xla"), torch.zeros(3), torch.ones(3), training=True)
 
 
 SECOND_GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -240,10 +240,6 @@ def _floor_of_quotient(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     return torch.where(divisor == 0, x / divisor, floor)
 
 
-def _floor_divide(x: Any, divisor: Any) -> torch.Tensor:
-    return torch.div(x, divisor, rounding_mode="floor")
-
-
 def _compared(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, number: complex) -> torch.Tensor:
     # torch_xla compares with the number of 64 bits, which few numbers of fewer bits are equal to.
     if isinstance(number, float) and x.is_floating_point() and x.dtype != torch.float64:
@@ -417,7 +413,8 @@ def _native_dropout(x: torch.Tensor, p: float, is_training: bool | None) -> tupl
 def _hardtanh_gradient(
     gradient: torch.Tensor, x: torch.Tensor, low: float = -1, high: float = 1
 ) -> torch.Tensor:
-    return torch.where((_wide(x) <= low) | (_wide(x) >= high), 0, gradient)
+    wide = _wide(x)
+    return torch.where((wide <= low) | (wide >= high), 0, gradient)
 
 
 def _hardsigmoid_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -582,17 +579,14 @@ def _of_one_type(
     dtype = torch.result_type(x, y)
     if is_float and not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
-    devices = (operand.device for operand in args if isinstance(operand, torch.Tensor))
-    device = next(device for device in devices if device.type == "xla")
-
-    def moved(operand: Any, dtype: torch.dtype | None = None) -> Any:
-        if isinstance(operand, torch.Tensor):
-            return operand.to(operand.device if operand.dim() else device, dtype or operand.dtype)
-        # torch passes a number without its tensor.
-        return operand if dtype is None else torch.full((), operand, dtype=dtype, device=device)
-
-    before, after = (map(moved, part) for part in (args[:first], args[first + 2 :]))
-    return of_torch_xla(*before, moved(x, dtype), moved(y, dtype), *after)
+    device = next(z.device for z in args if isinstance(z, torch.Tensor) and z.device.type == "xla")
+    given = [z.to(device) if isinstance(z, torch.Tensor) and z.dim() == 0 else z for z in args]
+    # torch passes a number without its tensor.
+    given[first : first + 2] = (
+        z.to(dtype) if isinstance(z, torch.Tensor) else torch.full((), z, dtype=dtype, device=device)
+        for z in given[first : first + 2]
+    )
+    return of_torch_xla(*given)
 
 
 def _of_first_type(of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -803,7 +797,7 @@ _OWN = {
     "hardtanh_backward": _hardtanh_gradient,
     "hardsigmoid_backward": _hardsigmoid_gradient,
     "hardswish_backward": _hardswish_gradient,
-    "floor_divide": _floor_divide,
+    "floor_divide": functools.partial(torch.div, rounding_mode="floor"),
     "threshold": _threshold,
     "clamp.Tensor": _clamp,
     "clamp_min.Tensor": torch.maximum,
