@@ -54,9 +54,8 @@ def test_average_pooling_has_a_gradient() -> None:
 
 def _lazily_made(replica: Replica | None) -> list[torch.Tensor]:
     device = replica.device if replica else torch.device("cpu")
-    module = nn.Sequential(nn.LazyConv1d(3, 2), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(2)).to(
-        device
-    )
+    module = nn.Sequential(nn.LazyConv1d(3, 2), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(2))
+    module.to(device)
     x = torch.arange(24.0, device=device).reshape(2, 3, 4)
     module(x)
     numbers = torch.Generator().manual_seed(0)

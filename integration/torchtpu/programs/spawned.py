@@ -24,5 +24,5 @@ if __name__ == "__main__":
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     distributed.set_tpu_launch_env(nproc_per_node=world)
-    print("addresses=" + os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"], flush=True)
+    print(os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"], flush=True)
     torch.multiprocessing.spawn(work, (world,), nprocs=world)

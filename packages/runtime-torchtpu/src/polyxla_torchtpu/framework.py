@@ -58,10 +58,7 @@ def load() -> None:
         return
     with ended_by_errors():
         update_environ(prepare(environ))
-    # On a real TPU as well: TorchTPU's own operators are wrong anywhere.
-    replace_operators()
-    restore_to_own_device()
-    keep_lazy_parameters()
+    _mend_anywhere()
     environ = snapshot()
     if POLYXLA_LIBTPU_HOST in environ:
         _load_torch_tpu(environ)
@@ -164,12 +161,17 @@ def _answer(environ: Mapping[str, str]) -> None:
     any_portpicker.pick_unused_port = lambda *_, **__: free_ports(1)[0]
 
 
-def _mend() -> None:
-    """Do what TorchTPU 0.2.0 leaves undone, as docs/torchtpu.md lists it. A second call does nothing."""
-    # Here too: torch has not called `load` in a replica's process.
+def _mend_anywhere() -> None:
+    """Mend what TorchTPU 0.2.0 gets wrong in any program, also on a real TPU. A second call does nothing."""
     replace_operators()
     restore_to_own_device()
     keep_lazy_parameters()
+
+
+def _mend() -> None:
+    """Do what TorchTPU 0.2.0 leaves undone, as docs/torchtpu.md lists it. A second call does nothing."""
+    # Here too: torch has not called `load` in a replica's process.
+    _mend_anywhere()
     any_torch: Any = torch
     # torch.utils.checkpoint keeps a device's random numbers only if this says that it is in use. Otherwise
     # the backward pass draws other masks of dropout than the forward pass.
