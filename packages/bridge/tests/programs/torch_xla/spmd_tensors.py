@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import time
 
 import numpy as np
 import torch
@@ -11,6 +10,8 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd.xla_sharding as xs
 import torch_xla.runtime as xr
 from torch_xla_helpers import engine
+
+from polyxla_testing.processes import wait_until
 
 
 def used_bytes() -> list[int]:
@@ -62,11 +63,13 @@ xs.mark_sharding(large, mesh, ("all",))
 torch_xla.sync()
 # Read it: `sync(wait=True)` waits until the program has started, not until the device has the memory.
 large.cpu()
+
+
+def parts_of_large() -> list[int]:
+    """Return the memory that each device uses since `used`, in KiB."""
+    return [round((now - then) / 1024) for then, now in zip(used, used_bytes(), strict=True)]
+
+
 # What a device holds for the read is free when its thread has ended it.
-deadline = time.monotonic() + 60
-while True:
-    kibibytes = [round((now - then) / 1024) for then, now in zip(used, used_bytes(), strict=True)]
-    if max(kibibytes) <= 1024 or time.monotonic() > deadline:
-        break
-    time.sleep(0.05)
-print(kibibytes)
+wait_until(lambda: max(parts_of_large()) <= 1024, "the end of the read on all devices")
+print(parts_of_large())
